@@ -1,0 +1,1 @@
+"""Lossless speculative decoding with standalone block-diffusion drafters, in JAX."""

@@ -1,0 +1,64 @@
+"""Verification rules: what the target's choices make of a block. Pure functions of small arrays.
+
+A round's outcome leaves the target as one int32 array, the *report* [B, W + 1]: how many tokens the
+row emits, then those tokens (−1 beyond them). It is all that the drafter and the host ever read.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def accepted_length(drafts: jax.Array, choices: jax.Array) -> jax.Array:
+    """How many drafts match what the target says: the longest matching prefix.
+
+    Args:
+      drafts: [B, W − 1], x_1 … x_{W−1}.
+      choices: [B, W], the target's token after the anchor and after each draft.
+
+    Returns:
+      n [B] int32 in 0 … W − 1.
+    """
+    match = (drafts == choices[:, :-1]).astype(jnp.int32)
+    return jnp.sum(jnp.cumprod(match, axis=1), axis=1)
+
+
+def emit(
+    accepted: jax.Array,
+    choices: jax.Array,
+    active: jax.Array,
+    remaining: jax.Array,
+    stop_ids: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The tokens of a round, clipped at the first stop token and at the row's limit.
+
+    The n accepted drafts equal the target's choices, so the n + 1 tokens emitted (the last is the
+    correction or the bonus) are simply its first n + 1 choices.
+
+    Args:
+      accepted: n [B].
+      choices: [B, W].
+      active: [B] bool; an inactive row emits nothing.
+      remaining: [B] int32, tokens the row may still emit.
+      stop_ids: [any] int32.
+
+    Returns:
+      The report [B, W + 1], the new `active` and the new `remaining`.
+    """
+    width = choices.shape[1]
+    offset = jnp.arange(width)
+    count = jnp.minimum(accepted + 1, remaining)
+    is_stop = jnp.any(choices[..., None] == stop_ids, axis=-1) & (offset < count[:, None])
+    first_stop = jnp.where(is_stop.any(axis=1), jnp.argmax(is_stop, axis=1), width)
+    count = jnp.where(active, jnp.minimum(count, first_stop + 1), 0)
+    remaining = remaining - count
+    tokens = jnp.where(offset < count[:, None], choices, -1)
+    report = jnp.concatenate([count[:, None], tokens], axis=1).astype(jnp.int32)
+    return report, active & (first_stop == width) & (remaining > 0), remaining
+
+
+def last_token(report: jax.Array) -> jax.Array:
+    """The last token a report emits [B], the next anchor; 0 for a row that emits nothing."""
+    count = report[:, :1]
+    return jnp.maximum(jnp.take_along_axis(report, count, axis=1)[:, 0] * (count[:, 0] > 0), 0)

@@ -1,0 +1,148 @@
+"""A drafter: its folder, how it is made from a model, and what it says of a block.
+
+A drafter is a decoder with a mask vector of its own and, if wanted, a reduced output vocabulary.
+Where it shares the target's embedding and head, those are joined at load time and never stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from d3d_jax.config import DrafterConfig, ModelConfig
+from d3d_jax.errors import D3DError
+from d3d_jax.models import checkpoint, decoder
+
+Params = dict[str, Any]
+# Leaves that are the target's and stay as they are.
+FROZEN = ("embed", "head", "draft_vocab")
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """A drafter's two configurations; its parameters travel separately, as arrays."""
+
+    model: ModelConfig
+    drafter: DrafterConfig
+
+
+def load_drafter(
+    folder: Path, target_folder: Path, *, stacked: bool, dtype: Any = None
+) -> tuple[Drafter, Params]:
+    """Reads a drafter and joins what it shares with its target, as NumPy arrays.
+
+    Raises:
+      D3DError: not a drafter's folder, or the target differs in width or vocabulary.
+    """
+    model, config = checkpoint.read_config(folder)
+    if config is None:
+        raise D3DError(f"{folder} is not a drafter: its config.json has no 'd3d' section")
+    params = checkpoint.load_params(
+        folder, model, stacked=stacked, dtype=dtype, shares=config.shares
+    )
+    target, _ = checkpoint.read_config(target_folder)
+    if config.shares:
+        if (target.vocab_size, target.hidden_size) != (model.vocab_size, model.hidden_size):
+            raise D3DError(
+                f"drafter {folder} shares the embedding of a target with vocabulary and width "
+                f"({model.vocab_size}, {model.hidden_size}); the target given has "
+                f"({target.vocab_size}, {target.hidden_size})"
+            )
+        shared = checkpoint.load_params(target_folder, target, stacked=False, layers=(), dtype=dtype)
+        params["embed"] = shared["embed"]
+        if "head" in shared:
+            params["head"] = shared["head"]
+    if "draft_vocab" in params:
+        if len(params["draft_vocab"]) != config.draft_vocab_size:
+            raise D3DError(
+                f"{folder}: draft_vocab has {len(params['draft_vocab'])} entries, "
+                f"config.json says {config.draft_vocab_size}"
+            )
+        params["head"] = params.get("head", params["embed"])[params["draft_vocab"]]
+    return Drafter(model, config), params
+
+
+def init_drafter(
+    source_folder: Path,
+    config: DrafterConfig,
+    draft_vocab: np.ndarray | None = None,
+) -> tuple[Drafter, Params]:
+    """A new drafter from `config.source_layers` of a pretrained model, stacked NumPy arrays.
+
+    The mask vector starts as the embedding row of the reserved id.
+
+    Args:
+      draft_vocab: [draft_vocab_size] int32 token ids, or None for the whole vocabulary.
+
+    Raises:
+      D3DError: layers or mask id out of the source's range.
+    """
+    model, _ = checkpoint.read_config(source_folder)
+    bad = [i for i in config.source_layers if not 0 <= i < model.num_hidden_layers]
+    if bad or not config.source_layers:
+        raise D3DError(
+            f"layers {list(config.source_layers)} must be between 0 and "
+            f"{model.num_hidden_layers - 1}, at least one"
+        )
+    if not 0 <= config.mask_token_id < model.vocab_size:
+        raise D3DError(f"mask token id {config.mask_token_id} is outside 0..{model.vocab_size - 1}")
+    params = checkpoint.load_params(
+        source_folder, model, stacked=True, layers=config.source_layers, dtype=np.float32
+    )
+    params["mask"] = params["embed"][config.mask_token_id].copy()
+    if draft_vocab is not None:
+        params["draft_vocab"] = draft_vocab.astype(np.int32)
+        params["head"] = params.get("head", params["embed"])[draft_vocab]
+    model = dataclasses.replace(model, num_hidden_layers=len(config.source_layers))
+    return Drafter(model, config), params
+
+
+def save_drafter(
+    folder: Path,
+    drafter: Drafter,
+    params: Params,
+    *,
+    dtype: Any = None,
+    extra_files: dict[str, str | bytes] | None = None,
+) -> None:
+    """Writes a drafter's folder (stacked parameters), without what it shares with its target."""
+    shared = set(drafter.drafter.shares)
+    if "draft_vocab" in params:
+        shared.add("head")  # rows of the target's head, rebuilt from draft_vocab at load time
+    own = {name: leaf for name, leaf in params.items() if name not in shared}
+    checkpoint.save_model(
+        folder, drafter.model, own, drafter=drafter.drafter, dtype=dtype, extra_files=extra_files
+    )
+
+
+def candidates(params: Params, hidden: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The likeliest tokens of each slot.
+
+    Args:
+      hidden: [B, W, D] of a block's rows.
+      count: M.
+
+    Returns:
+      Token ids [B, W, M] int32, likeliest first, and their log-probabilities [B, W, M].
+    """
+    scores = decoder.logits(params, hidden)
+    # Flat, because XLA:CPU sorts the whole vocabulary when top_k has more than one batch axis.
+    flat = scores.reshape(-1, scores.shape[-1])
+    top, ids = (x.reshape(*scores.shape[:-1], count) for x in jax.lax.top_k(flat, count))
+    log_probs = top - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    if "draft_vocab" in params:
+        ids = params["draft_vocab"][ids]
+    return ids.astype(jnp.int32), log_probs
+
+
+def predictions(drafter: DrafterConfig, per_slot: jax.Array) -> jax.Array:
+    """Drops the anchor's slot where it predicts nothing: [B, W, …] → [B, W − 1 + shift, …].
+
+    Entry i of the result predicts the token at offset i + 1 from the anchor, at either shift.
+    """
+    return per_slot if drafter.label_shift == 1 else per_slot[:, 1:]

@@ -1,0 +1,1 @@
+"""Decoder models, their caches, and reading and writing their checkpoints."""

@@ -1,0 +1,277 @@
+"""Text to token ids and back: `Tokenizer` reads a Hugging Face folder, `StreamDecoder` streams.
+
+Built on `tokenizers` and `jinja2` alone: importing transformers would cost a second at every start.
+Chat templates render as in transformers (same Jinja settings), which the tests compare.
+Not here: building a tokenizer from a GGUF file (gguf.py), prompts and stop rules.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jinja2
+import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from d3d_jax.errors import D3DError
+
+_NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_EOS_FILES = ("generation_config.json", "config.json")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Tokenizer:
+    """The tokenizer and chat template of a model folder.
+
+    Attributes:
+      stop_ids: ids that end a reply: the eos of generation_config.json, config.json and
+        tokenizer_config.json, without repeats, in this order.
+      chat_template: the Jinja source, or None.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        stop_ids: Sequence[int] = (),
+        chat_template: str | None = None,
+        named_tokens: Mapping[str, str] | None = None,
+    ):
+        # A file may carry the padding and truncation of its training; an id list is never cut here.
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self._named_tokens = dict(named_tokens or {})
+        self.stop_ids = tuple(stop_ids)
+        self.chat_template = chat_template
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Reads tokenizer.json and, where present, the folder's configuration files.
+
+        Raises:
+          D3DError: the folder holds no tokenizer.json, or a file in it is damaged.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise D3DError(f"{folder} holds no tokenizer.json; choose a folder with a tokenizer")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the only type that tokenizers raises
+            raise D3DError(f"{path} is damaged ({error}); fetch the model again") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        named = {}
+        for kind in _NAMED_TOKENS:
+            token = config.get(f"{kind}_token")
+            if token is not None:
+                named[f"{kind}_token"] = token["content"] if isinstance(token, dict) else token
+        stops = [_read_json(folder / f).get("eos_token_id") for f in _EOS_FILES]
+        stops.append(backend.token_to_id(named["eos_token"]) if "eos_token" in named else None)
+        return cls(
+            backend,
+            stop_ids=tuple(dict.fromkeys(_flatten(stops))),
+            chat_template=_chat_template(folder, config),
+            named_tokens=named,
+        )
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id of a token (the model's embedding may have more rows)."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Sha256 (hex) of vocabulary, merges and special tokens: what makes ids exchangeable."""
+        vocab = self._backend.get_vocab(with_added_tokens=True)
+        merges = json.loads(self._backend.to_str())["model"].get("merges") or []
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+        by_id = sorted((i, token) for token, i in vocab.items())
+        return _sha256(json.dumps([by_id, pairs, sorted(self.special_ids)]))
+
+    @functools.cached_property
+    def template_fingerprint(self) -> str:
+        """Sha256 (hex) of the chat template, or "" without one."""
+        return "" if self.chat_template is None else _sha256(self.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; the names of special tokens in it become those tokens.
+
+        With `add_special_tokens`, also what the model wants around a bare text (often nothing).
+
+        Raises:
+          D3DError: `text` is no string, or holds bytes that were not UTF-8.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # lone surrogates: how Python shows undecodable bytes
+            raise D3DError(f"cannot encode {text!r:.60}: it is not a valid string") from error
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def is_byte_token(self, index: int) -> bool:
+        """Whether the id is one byte (`<0x0A>`), which only its neighbours make a character."""
+        token = self._backend.id_to_token(index)
+        return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **options: Any,
+    ) -> str:
+        """The text of a conversation under the model's chat template.
+
+        Args:
+          messages: `{"role": ..., "content": ...}`, at least one; other keys reach the template.
+          add_generation_prompt: end with the header of the reply to come.
+          **options: variables of the template, such as `enable_thinking=False` or `tools=[...]`.
+
+        Raises:
+          D3DError: there is no template or no message, or the template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise D3DError("this model has no chat template; give it plain text, not messages")
+        if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise D3DError("a chat needs at least one message, each with a role and a content")
+        # As transformers does: clients write content=None or tool_calls=None for "not there".
+        chat = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        variables = {"tools": None, "documents": None, **self._named_tokens, **options}
+        try:
+            return _compile(self.chat_template).render(
+                messages=chat, add_generation_prompt=add_generation_prompt, **variables
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise D3DError(f"the chat template refuses these messages: {error}") from error
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **options: Any,
+    ) -> list[int]:
+        """Ids of `render_chat`, to which nothing is added."""
+        text = self.render_chat(messages, add_generation_prompt, **options)
+        return self.encode(text, add_special_tokens=False)
+
+    def stream(self, *, skip_special_tokens: bool = True) -> StreamDecoder:
+        """A decoder of one growing reply."""
+        return StreamDecoder(self, skip_special_tokens=skip_special_tokens)
+
+
+class StreamDecoder:
+    """Decodes ids that arrive a few at a time into text that never ends inside a character.
+
+    The pieces `feed` returns and the one `flush` returns join to `tokenizer.decode(all ids)`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True):
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._context: list[int] = []  # ids of the last piece: some decoders look back one token
+        self._pending: list[int] = []  # ids whose text has not been returned
+
+    def feed(self, ids: Iterable[int]) -> str:
+        """Takes the next ids; returns the text they complete, perhaps ""."""
+        hidden = self._tokenizer.special_ids if self._skip else frozenset()
+        new = [i for i in ids if i not in hidden]
+        self._pending += new
+        if not new or self._tokenizer.is_byte_token(new[-1]):
+            return ""
+        text = self._new_text()
+        return "" if text.endswith("\ufffd") else self._take(text)
+
+    def flush(self) -> str:
+        """Returns what was held back and starts afresh for another reply."""
+        text = self._new_text()
+        self._context, self._pending = [], []
+        return text
+
+    def _new_text(self) -> str:
+        before = self._decode(self._context)
+        return self._decode(self._context + self._pending)[len(before) :]
+
+    def _take(self, text: str) -> str:
+        if text:  # a piece without text is no context: a space after it may still be a leading one
+            self._context, self._pending = self._pending, []
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise D3DError(f"{path} is not valid JSON ({error}); fetch the model again") from error
+    if not isinstance(value, dict):
+        raise D3DError(f"{path} does not hold a JSON object; fetch the model again")
+    return value
+
+
+def _flatten(ids: Iterable[int | list[int] | None]) -> Iterable[int]:
+    for item in ids:
+        if item is not None:
+            yield from item if isinstance(item, list) else [item]
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = {t["name"]: t["template"] for t in template}.get("default")
+    return template
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the model's words; here it is just its body."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own filter escapes HTML, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(source: str) -> jinja2.Template:
+    # A template is code from a download, hence the sandbox.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)

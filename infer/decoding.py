@@ -1,0 +1,209 @@
+"""The decoders: plain, synchronous and asynchronous, as one loop that dispatches ahead.
+
+The host enqueues rounds without waiting for any, and reads each round's report late, one or two
+rounds behind: only to stream tokens and to know when to stop. A row that has stopped is frozen on
+the device, so rounds dispatched past a stop emit nothing and are dropped exactly.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from d3d_jax.config import DecodeConfig
+from d3d_jax.errors import D3DError
+from d3d_jax.infer.roles import DrafterRole, DraftState, Target, TargetState, pad_prompts
+
+# Rounds dispatched before the oldest is read: the device always has one waiting.
+IN_FLIGHT = 2
+
+
+@dataclasses.dataclass
+class Reply:
+    """What was generated for one prompt.
+
+    Attributes:
+      token_ids: of the reply, the stop token included when one ended it.
+      rounds: verification rounds that emitted something (the first token is the prefill's).
+      hits: rounds whose next block had been prepared ahead (asynchronous mode), among `chances`.
+      finish_reason: `stop`, `length`, or None while it runs.
+    """
+
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    rounds: int = 0
+    hits: int = 0
+    chances: int = 0
+    finish_reason: Literal["stop", "length"] | None = None
+
+    @property
+    def tau(self) -> float | None:
+        """Acceptance length: tokens per round, correction or bonus included."""
+        return (len(self.token_ids) - 1) / self.rounds if self.rounds else None
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of rounds answered by a prepared branch."""
+        return self.hits / self.chances if self.chances else None
+
+
+@dataclasses.dataclass
+class Timing:
+    """Seconds, by the host's clock.
+
+    Attributes:
+      prefill: from the first dispatch to the first tokens read.
+      decode: from then until the last token was read.
+      host: spent by the host dispatching and reading rounds, not waiting for a device.
+      rounds: dispatched.
+    """
+
+    prefill: float = 0.0
+    decode: float = 0.0
+    host: float = 0.0
+    rounds: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Round:
+    """A dispatched round: the report to come, and the handover that its block was made of."""
+
+    report: jax.Array
+    handover: jax.Array | None = None
+
+
+class Decoder:
+    """Decodes a batch of prompts with a target and, unless `mode` is plain, a drafter.
+
+    After `stream` is exhausted, `replies` and `timing` hold the results.
+
+    Raises:
+      D3DError: no drafter where one is needed, an empty prompt, or one that leaves no room.
+    """
+
+    def __init__(self, target: Target, drafter: DrafterRole | None, config: DecodeConfig):
+        if config.mode != "plain" and drafter is None:
+            raise D3DError(f"mode {config.mode} needs a drafter")
+        self.target, self.config = target, config
+        self.drafter = drafter if config.mode != "plain" else None
+        self.width = self.drafter.width if self.drafter else 1
+        self.limit = config.max_length or target.config.max_position_embeddings
+        self.replies: list[Reply] = []
+        self.timing = Timing()
+
+    def stream(self, prompts: list[list[int]]) -> Iterator[tuple[int, list[int]]]:
+        """Yields (row, new token ids) as reports arrive."""
+        self._check(prompts)
+        limits = np.array(
+            [min(self.config.max_new_tokens, self.limit - len(p)) for p in prompts], np.int32
+        )
+        self.replies = [Reply() for _ in prompts]
+        self.timing = Timing()
+        return self._run(prompts, limits)
+
+    def generate(self, prompts: list[list[int]]) -> list[Reply]:
+        """Decodes to the end and returns the replies in order."""
+        for _ in self.stream(prompts):
+            pass
+        return self.replies
+
+    def _check(self, prompts: list[list[int]]) -> None:
+        for number, prompt in enumerate(prompts):
+            if not prompt:
+                raise D3DError(f"prompt {number} is empty")
+            if len(prompt) >= self.limit:
+                raise D3DError(
+                    f"prompt {number} has {len(prompt)} tokens, the model takes at most "
+                    f"{self.limit - 1} and room for a reply"
+                )
+            if max(prompt) >= self.target.config.vocab_size:
+                raise D3DError(f"prompt {number} has token id {max(prompt)}, beyond the vocabulary")
+
+    def _run(
+        self, prompts: list[list[int]], limits: np.ndarray
+    ) -> Iterator[tuple[int, list[int]]]:
+        began = time.perf_counter()
+        tokens, lengths = pad_prompts(prompts)
+        # Room for the rounds in flight: growth is planned from lengths the host has already read.
+        ahead = self.width * (IN_FLIGHT + 2)
+        capacity = int(lengths.max()) + ahead
+        report, state = self.target.prefill(tokens, lengths, limits, capacity)
+        handover, drafts = self.target.put(np.zeros((len(prompts), 1), np.int32)), None
+        if self.drafter:
+            cache = self.drafter.prefill(tokens, lengths, capacity)
+            handover, drafts = self.drafter.first_draft(cache, self.drafter.put(report))
+        report.copy_to_host_async()
+        yield from self._read(_Round(report), limits)
+        now = time.perf_counter()
+        self.timing.prefill = now - began
+        decode_began = now
+        flying: collections.deque[_Round] = collections.deque()
+        while any(reply.finish_reason is None for reply in self.replies):
+            clock = time.perf_counter()
+            sizes = zip(lengths, self.replies, strict=True)
+            longest = max(int(length) + len(reply.token_ids) for length, reply in sizes)
+            while len(flying) < IN_FLIGHT:
+                state, drafts = self._grow(state, drafts, longest + ahead)
+                done, handover, state, drafts = self._dispatch(handover, state, drafts)
+                flying.append(done)
+                self.timing.rounds += 1
+            self.timing.host += time.perf_counter() - clock
+            yield from self._read(flying.popleft(), limits)
+            self.timing.decode = time.perf_counter() - decode_began
+
+    def _grow(
+        self, state: TargetState, drafts: DraftState | None, capacity: int
+    ) -> tuple[TargetState, DraftState | None]:
+        state = dataclasses.replace(state, cache=self.target.grown(state.cache, capacity))
+        if self.drafter and drafts:
+            drafts = dataclasses.replace(drafts, cache=self.drafter.grown(drafts.cache, capacity))
+        return state, drafts
+
+    def _dispatch(
+        self, handover: jax.Array, state: TargetState, drafts: DraftState | None
+    ) -> tuple[_Round, jax.Array, TargetState, DraftState | None]:
+        """One round. Nothing here waits: every call returns before its device has begun."""
+        block = self.target.put(handover)
+        if self.drafter is None or drafts is None:
+            report, state = self.target.verify(state, block)
+        elif self.config.mode == "async":
+            # The packed pass goes first: it needs nothing from this round's verification.
+            drafts, hidden, prepared = self.drafter.prepare(drafts)
+            report, state = self.target.verify(state, block)
+            moved = self.drafter.put(report)
+            handover, drafts = self.drafter.resolve(drafts, hidden, prepared, moved)
+        else:
+            report, state = self.target.verify(state, block)
+            handover, drafts = self.drafter.draft(drafts, self.drafter.put(report))
+        report.copy_to_host_async()
+        handover.copy_to_host_async()
+        return _Round(report, block), handover, state, drafts
+
+    def _read(self, done: _Round, limits: np.ndarray) -> Iterator[tuple[int, list[int]]]:
+        """Waits for a round's report and hands out its tokens.
+
+        The round's own handover was an input of its verification, so it is ready by then.
+        """
+        report = np.asarray(done.report)
+        hits = None if done.handover is None else np.asarray(done.handover)[:, 0]
+        for row, reply in enumerate(self.replies):
+            count = int(report[row, 0])
+            if count == 0:
+                continue
+            new = report[row, 1 : 1 + count].tolist()
+            if hits is not None:
+                # The first block is always drafted synchronously: it had no chance to be a hit.
+                reply.chances += reply.rounds > 0
+                reply.hits += int(hits[row])
+                reply.rounds += 1
+            reply.token_ids += new
+            if new[-1] in self.target.stop_tokens:
+                reply.finish_reason = "stop"
+            elif len(reply.token_ids) >= limits[row]:
+                reply.finish_reason = "length"
+            yield row, new

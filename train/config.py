@@ -1,0 +1,110 @@
+"""Training settings: a frozen dataclass, read from the YAML files in `train/configs/`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from d3d_jax.errors import D3DError
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How a drafter is trained.
+
+    Attributes:
+      steps: optimizer steps.
+      batch_rows: B, packed rows of a step over all micro-batches and devices.
+      micro_batches: parts a step's rows are processed in; gradients are summed.
+      max_tokens, max_blocks: S and A of a packed row.
+      anchors_per_document: K (the paper uses 128).
+      learning_rate, warmup_steps, final_lr_fraction: linear warm-up, then cosine to the fraction.
+      weight_decay, clip_norm, b1, b2: AdamW and global-norm clipping.
+      gamma: γ of the position weights exp(−(i − 1) / γ).
+      ar_weight: λ of the next-token loss on clean rows.
+      remat: recompute layers in the backward pass.
+      seed: of shuffling and anchors.
+      eval_every, eval_documents: offline τ on that many validation documents, in steps.
+      checkpoint_every, keep_checkpoints: in steps; how many are kept.
+    """
+
+    steps: int
+    batch_rows: int
+    max_tokens: int
+    max_blocks: int
+    anchors_per_document: int
+    learning_rate: float
+    gamma: float
+    warmup_steps: int = 50
+    final_lr_fraction: float = 0.1
+    micro_batches: int = 1
+    ar_weight: float = 1.0
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    b1: float = 0.9
+    b2: float = 0.95
+    remat: bool = False
+    seed: int = 0
+    eval_every: int = 200
+    eval_documents: int = 32
+    checkpoint_every: int = 200
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            expected = {"int": int, "float": (int, float), "bool": bool}[str(field.type)]
+            if not isinstance(value, expected) or (field.type != "bool" and value < 0):
+                raise D3DError(
+                    f"training setting {field.name} must be a non-negative {field.type}, "
+                    f"found {value!r}"
+                )
+        if self.batch_rows < 1 or self.micro_batches < 1 or self.batch_rows % self.micro_batches:
+            raise D3DError(
+                f"batch_rows {self.batch_rows} must be a positive multiple of "
+                f"micro_batches {self.micro_batches}"
+            )
+
+
+def load_config(name_or_path: str, overrides: tuple[str, ...] = ()) -> TrainConfig:
+    """Reads a shipped config by name or a YAML file, then applies `key=value` overrides.
+
+    Raises:
+      D3DError: no such config, an unknown or missing key, or a value of the wrong type.
+    """
+    import yaml
+
+    path = Path(name_or_path)
+    if not path.suffix:
+        path = CONFIGS / f"{name_or_path}.yaml"
+    try:
+        values: dict[str, Any] = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        shipped = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml")))
+        raise D3DError(
+            f"no training config {name_or_path!r}; give a YAML file or one of: {shipped}"
+        ) from None
+    except (OSError, yaml.YAMLError) as error:
+        raise D3DError(f"training config {path} cannot be read: {error}") from None
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise D3DError(f"override {override!r} must be of the form key=value")
+        values[key] = yaml.safe_load(text)
+    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
+    if unknown := sorted(set(values) - set(fields)):
+        raise D3DError(f"unknown training setting {unknown[0]!r}; known: {', '.join(fields)}")
+    required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
+    if missing := sorted(required - set(values)):
+        raise D3DError(f"training setting {missing[0]!r} is missing in {path}")
+    # YAML reads 1e-3 as a string: only 1.0e-3 is a number there.
+    for key, value in values.items():
+        if fields[key].type == "float" and isinstance(value, str):
+            try:
+                values[key] = float(value)
+            except ValueError:
+                raise D3DError(f"training setting {key} must be a number, found {value!r}") from None
+    return TrainConfig(**values)

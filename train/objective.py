@@ -1,0 +1,174 @@
+"""The training objective: diffusion loss on block rows and next-token loss on clean rows.
+
+    Σ w_i · CE(block rows) / Σ w  +  λ · Σ CE(clean response rows) / count,   w_i = exp(−(i − 1) / γ)
+
+where i is the predicted offset from the anchor (D3D paper, training section; γ as in DFlash). The
+denominators are those of the whole batch, so micro-batches and devices only add. Pure functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from d3d_jax import layout as layouts
+from d3d_jax.drafter import Drafter
+from d3d_jax.models import decoder
+
+# Rows of logits alive at once: 1024 × 151,936 float32 is 0.6 GB.
+LOSS_CHUNK = 1024
+Batch = dict[str, jax.Array]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["block_labels", "block_weights", "ar_labels", "ar_weights"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """What each row should predict and how much it counts.
+
+    Attributes:
+      block_labels, block_weights: [B, A, W], token of each slot and w_i (0: no label).
+      ar_labels, ar_weights: [B, S], the next token and 1 where it is a response token.
+    """
+
+    block_labels: jax.Array
+    block_weights: jax.Array
+    ar_labels: jax.Array
+    ar_weights: jax.Array
+
+
+def make_labels(
+    batch: Batch,
+    *,
+    block_size: int,
+    label_shift: int,
+    gamma: float,
+    draft_index: jax.Array | None = None,
+) -> Labels:
+    """Labels of a packed batch (`train.packing`).
+
+    Args:
+      gamma: γ of the position weights.
+      draft_index: [V] int32, place of each token in the draft vocabulary, −1 if it has none:
+        labels are then draft indices and rows whose label has none count nothing.
+    """
+    tokens, segments, anchors = batch["tokens"], batch["segments"], batch["anchors"]
+    size = tokens.shape[1]
+    slots = jnp.arange(block_size)
+    offsets = slots + label_shift
+    at = jnp.maximum(anchors, 0)[..., None] + offsets
+    inside = jnp.minimum(at, size - 1)
+
+    def gather(rows: jax.Array) -> jax.Array:
+        flat = jnp.take_along_axis(rows, inside.reshape(rows.shape[0], -1), axis=1)
+        return flat.reshape(inside.shape)
+
+    anchor_segment = jnp.take_along_axis(segments, jnp.maximum(anchors, 0), axis=1)
+    valid = (
+        (anchors >= 0)[..., None] & (at < size) & (gather(segments) == anchor_segment[..., None])
+    )
+    weight = jnp.where(offsets >= 1, jnp.exp(-(offsets - 1) / gamma), 0.0)
+    labels, weights = gather(tokens), jnp.where(valid, weight, 0.0)
+
+    next_tokens = jnp.roll(tokens, -1, axis=1)
+    same = (jnp.roll(segments, -1, axis=1) == segments) & (jnp.arange(size) < size - 1)
+    ar_weights = (same & jnp.roll(batch["loss_mask"], -1, axis=1)).astype(jnp.float32)
+    if draft_index is not None:
+        labels, next_tokens = draft_index[labels], draft_index[next_tokens]
+        weights = jnp.where(labels >= 0, weights, 0.0)
+        ar_weights = jnp.where(next_tokens >= 0, ar_weights, 0.0)
+    return Labels(jnp.maximum(labels, 0), weights, jnp.maximum(next_tokens, 0), ar_weights)
+
+
+def cross_entropy(
+    hidden: jax.Array, head: jax.Array, labels: jax.Array, chunk: int = LOSS_CHUNK
+) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy of rows without ever holding all their logits.
+
+    Args:
+      hidden: [R, D]. head: [V, D]. labels: [R] int32.
+
+    Returns:
+      CE [R] float32 and whether the likeliest token is the label [R].
+    """
+    rows, dim = hidden.shape
+    chunk = min(chunk, rows)
+    count = -(-rows // chunk)
+    pad = count * chunk - rows
+    hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(count, chunk, dim)
+    labels = jnp.pad(labels, (0, pad)).reshape(count, chunk)
+
+    @jax.checkpoint
+    def one(rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logits = jnp.einsum("rd,vd->rv", rows[0], head).astype(jnp.float32)
+        label = jnp.take_along_axis(logits, rows[1][:, None], axis=1)[:, 0]
+        return jax.nn.logsumexp(logits, axis=-1) - label, jnp.argmax(logits, axis=-1) == rows[1]
+
+    loss, hit = jax.lax.map(one, (hidden, labels))
+    return loss.reshape(-1)[:rows], hit.reshape(-1)[:rows]
+
+
+def drafter_loss(
+    drafter: Drafter,
+    params: decoder.Params,
+    batch: Batch,
+    labels: Labels,
+    denominators: tuple[jax.Array, jax.Array],
+    ar_weight: float,
+    *,
+    remat: bool = False,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """This batch's part of the objective.
+
+    Args:
+      batch: tokens, positions, starts [B, S] and anchors [B, A] of `train.packing`.
+      denominators: Σ w of block rows and count of clean rows over the *whole* batch.
+      ar_weight: λ.
+
+    Returns:
+      The loss, and sums for metrics: its two terms and, per predicted offset, hits and counts [W].
+    """
+    config = drafter.drafter
+    layout = layouts.packed_documents(
+        batch["positions"],
+        batch["starts"],
+        batch["anchors"],
+        block_size=config.block_size,
+        in_block=config.in_block,
+    )
+    anchors = jnp.take_along_axis(batch["tokens"], jnp.maximum(batch["anchors"], 0), axis=1)
+    tokens = jnp.concatenate([batch["tokens"], anchors], axis=1)
+    hidden, _ = decoder.forward(drafter.model, params, tokens, layout, remat=remat)
+    row_labels = jnp.concatenate(
+        [labels.ar_labels, labels.block_labels.reshape(tokens.shape[0], -1)], axis=1
+    )
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    loss, hit = cross_entropy(flat, decoder.head_weight(params), row_labels.reshape(-1))
+    loss, hit = loss.reshape(row_labels.shape), hit.reshape(row_labels.shape)
+    clean = layout.clean_len
+    ar = jnp.sum(loss[:, :clean] * labels.ar_weights) / denominators[1]
+    block_loss = loss[:, clean:].reshape(labels.block_weights.shape)
+    diffusion = jnp.sum(block_loss * labels.block_weights) / denominators[0]
+    counted = labels.block_weights > 0
+    block_hit = hit[:, clean:].reshape(counted.shape) & counted
+    metrics = {
+        "diffusion": diffusion,
+        "ar": ar,
+        "hits": jnp.sum(block_hit, axis=(0, 1)),
+        "counts": jnp.sum(counted, axis=(0, 1)),
+    }
+    return diffusion + ar_weight * ar, metrics
+
+
+def denominators(labels: Labels) -> tuple[jax.Array, jax.Array]:
+    """Σ w and count, at least one so that a batch without labels gives a loss of 0."""
+    return (
+        jnp.maximum(jnp.sum(labels.block_weights), 1e-6),
+        jnp.maximum(jnp.sum(labels.ar_weights), 1.0),
+    )

@@ -1,0 +1,379 @@
+"""Target responses on disk while they are being made: a manifest beside atomic JSONL shards.
+
+Reading, writing, resuming and importing token ids live here. Making the responses (decoding), text
+conversations and the training dataset (`train/dataset.py`) do not.
+
+    FOLDER/manifest.json                what was asked of which target (`Manifest`)
+    FOLDER/responses/part-00000.jsonl   one `Response` a line; a shard appears whole or not at all
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from d3d_jax.errors import D3DError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+SPLITS = ("train", "validation")
+FINISH_REASONS = ("stop", "length")
+
+_VALIDATION_EVERY = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a set of responses is: equal manifests mean responses that may be mixed.
+
+    `max_new_tokens` counts response tokens, the stop token included. `sampling` is
+    `{"greedy": True}`, or names the temperature, filters and seed. `prompts` names the source.
+    """
+
+    target: str
+    tokenizer_fingerprint: str
+    template_fingerprint: str
+    vocab_size: int
+    stop_ids: tuple[int, ...]
+    sampling: Mapping[str, Any]
+    max_new_tokens: int
+    prompts: str
+    thinking: bool = False
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))
+        # As JSON will give it back, so that a manifest read from disk compares equal.
+        object.__setattr__(self, "sampling", json.loads(json.dumps(dict(self.sampling))))
+        if self.format_version != FORMAT_VERSION:
+            raise D3DError(
+                f"responses have format_version {self.format_version}, this program reads "
+                f"{FORMAT_VERSION}; make them again with this version"
+            )
+        if self.vocab_size < 1 or self.max_new_tokens < 1:
+            raise D3DError("a manifest needs vocab_size >= 1 and max_new_tokens >= 1")
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any], where: str) -> Manifest:
+        """Rebuilds a manifest from parsed JSON; `where` names the file in errors (D3DError)."""
+        try:
+            _check_fields(cls, fields)
+            return cls(**fields)
+        except (TypeError, ValueError) as error:
+            raise D3DError(f"{where} is damaged: {error}") from error
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "stop_ids": list(self.stop_ids)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """One answer of the target. `response_ids` ends with the stop token iff finish is "stop"."""
+
+    index: int
+    prompt_ids: list[int]
+    response_ids: list[int]
+    finish_reason: str
+    split: str
+    task: str = ""
+
+    def check(self, vocab_size: int) -> None:
+        """Raises ValueError, one sentence, when a field is outside its meaning."""
+        if type(self.index) is not int or self.index < 0:
+            raise ValueError(f"index {self.index!r} is not a whole number >= 0")
+        if self.split not in SPLITS:
+            raise ValueError(f"split {self.split!r} is not one of {', '.join(SPLITS)}")
+        if self.finish_reason not in FINISH_REASONS:
+            raise ValueError(
+                f"finish_reason {self.finish_reason!r} is not one of {', '.join(FINISH_REASONS)}"
+            )
+        if not isinstance(self.task, str):
+            raise ValueError(f"task {self.task!r} is not text")
+        for name, ids in (("prompt_ids", self.prompt_ids), ("response_ids", self.response_ids)):
+            if not isinstance(ids, list) or not ids:
+                raise ValueError(f"{name} is not a list of at least one token id")
+            # Whole-list tests first: a token at a time would dominate reading a large set.
+            if {*map(type, ids)} != {int} or min(ids) < 0 or max(ids) >= vocab_size:
+                bad = next(i for i in ids if type(i) is not int or not 0 <= i < vocab_size)
+                raise ValueError(
+                    f"{name} holds {bad!r}, which is not a token id below {vocab_size}"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """The user turns of one conversation, first to last, and the split it belongs to, if stated."""
+
+    turns: tuple[str, ...]
+    split: str | None = None
+
+
+class ResponseWriter:
+    """Adds responses to a folder, `shard_size` a shard; what was flushed survives any crash.
+
+    Opening a folder that already holds responses resumes it: `done` has the indices present.
+    One writer a folder at a time. Leaving the context flushes, also on Ctrl-C.
+
+    Raises:
+        D3DError: the folder was made with another manifest, is damaged, or cannot be written.
+    """
+
+    def __init__(self, folder: str | Path, manifest: Manifest, shard_size: int = 256) -> None:
+        if shard_size < 1:
+            raise D3DError(f"shard_size is {shard_size}, it must be at least 1")
+        self.folder = Path(folder)
+        self.manifest = manifest
+        self.shard_size = shard_size
+        self._pending: list[Response] = []
+        try:
+            (self.folder / "responses").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise D3DError(f"cannot create {self.folder}: {error.strerror}") from error
+        if (self.folder / MANIFEST_NAME).exists():
+            _refuse_other_manifest(self.folder, read_manifest(self.folder), manifest)
+        else:
+            text = json.dumps(manifest.to_json(), indent=2, sort_keys=True) + "\n"
+            write_atomic(self.folder / MANIFEST_NAME, text)
+        self.done: set[int] = {response.index for response in read_responses(self.folder)}
+        shards = _shards(self.folder)
+        self._next_shard = 1 + _shard_number(shards[-1]) if shards else 0
+
+    def add(
+        self,
+        index: int,
+        prompt_ids: Sequence[int],
+        response_ids: Sequence[int],
+        finish_reason: str,
+        split: str,
+        task: str = "",
+    ) -> None:
+        """Queues one response and writes a shard when `shard_size` are waiting.
+
+        Raises:
+            D3DError: the index is there already, or a field is outside its range.
+        """
+        response = Response(
+            int(index),
+            [int(i) for i in prompt_ids],
+            [int(i) for i in response_ids],
+            finish_reason,
+            split,
+            task,
+        )
+        try:
+            response.check(self.manifest.vocab_size)
+        except ValueError as error:
+            raise D3DError(f"response {index} cannot be stored: {error}") from error
+        if response.index in self.done:
+            raise D3DError(f"response {index} is already in {self.folder}")
+        self.done.add(response.index)
+        self._pending.append(response)
+        if len(self._pending) >= self.shard_size:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what is queued as one shard, smaller than `shard_size` if need be."""
+        if not self._pending:
+            return
+        lines = [
+            json.dumps(dataclasses.asdict(response), separators=(",", ":"))
+            for response in self._pending
+        ]
+        shard = self.folder / "responses" / f"part-{self._next_shard:05d}.jsonl"
+        write_atomic(shard, "\n".join(lines) + "\n")
+        # Both at once: an interrupt before this line writes the same shard again, never a second.
+        self._next_shard, self._pending = self._next_shard + 1, []
+
+    def __enter__(self) -> ResponseWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.flush()
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """The manifest of a responses folder. Raises D3DError when it is absent or damaged."""
+    path = Path(folder) / MANIFEST_NAME
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise D3DError(f"{folder} is not a folder of responses: no readable {path.name}") from error
+    except ValueError as error:
+        raise D3DError(f"{path} is damaged: {error}") from error
+    return Manifest.from_json(fields, str(path))
+
+
+def read_responses(folder: str | Path) -> Iterator[Response]:
+    """Yields the responses of a folder, in the order they were written.
+
+    Raises:
+        D3DError: no manifest, or a damaged line (named by file and line number).
+    """
+    vocab_size = read_manifest(folder).vocab_size
+    for shard in _shards(Path(folder)):
+        for number, record in _json_lines(shard):
+            try:
+                _check_fields(Response, record)
+                response = Response(**record)
+                response.check(vocab_size)
+            except ValueError as error:
+                raise D3DError(f"{shard}, line {number}: {error}") from error
+            yield response
+
+
+def import_responses(
+    path: str | Path, folder: str | Path, manifest: Manifest, shard_size: int = 256
+) -> int:
+    """Copies responses made elsewhere, as token ids, into a responses folder.
+
+    `path` is JSONL (optionally .gz) of {"prompt_ids": [...], "response_ids": [...]} and optionally
+    "split" and "task". The index of a response is its line, counted from 0 (an "index" in the file
+    counts within its task and is not kept). Without "split", `default_split` decides.
+    A response that does not end with a stop token counts as cut by length.
+    Calling again resumes: lines that are present are skipped.
+
+    Returns:
+        How many responses the folder holds.
+
+    Raises:
+        D3DError: a damaged line (named by file and line number), or another manifest in `folder`.
+    """
+    # A first pass only checks, so that a damaged file leaves no folder of its good half.
+    count = sum(1 for _ in _imported(Path(path), manifest))
+    if not count:
+        raise D3DError(f"{path} holds no responses")
+    with ResponseWriter(folder, manifest, shard_size) as writer:
+        for response in _imported(Path(path), manifest):
+            if response.index not in writer.done:
+                writer.add(**vars(response))
+    return len(writer.done)
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Reads JSONL (optionally .gz) of {"turns": [text, ...], "split": "train"|"validation"?}.
+
+    Raises:
+        D3DError: the file is absent, empty, or has a damaged line (named by line number).
+    """
+    prompts = []
+    for number, record in _json_lines(Path(path)):
+        turns, split = record.get("turns"), record.get("split")
+        if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
+            raise D3DError(f'{path}, line {number}: "turns" must be a list of at least one text')
+        if split is not None and split not in SPLITS:
+            raise D3DError(f"{path}, line {number}: split {split!r} is not train or validation")
+        prompts.append(Prompt(tuple(turns), split))
+    if not prompts:
+        raise D3DError(f"{path} holds no prompts")
+    return prompts
+
+
+def default_split(index: int) -> str:
+    """The split of a response whose source states none: the last of each ten is held out."""
+    held_out = index % _VALIDATION_EVERY == _VALIDATION_EVERY - 1
+    return "validation" if held_out else "train"
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Writes a file so that it is seen whole or not at all. Raises D3DError when it cannot."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            # Without this a power cut can leave the new name on an empty file.
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise D3DError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _check_fields(cls: type, record: object) -> None:
+    """Raises ValueError unless `record` has the fields of a dataclass and no others."""
+    if not isinstance(record, Mapping):
+        raise ValueError("it is not a JSON object")
+    fields = dataclasses.fields(cls)
+    for field in fields:
+        if field.default is dataclasses.MISSING and field.name not in record:
+            raise ValueError(f"the field {field.name!r} is missing")
+    if unknown := sorted(set(record) - {field.name for field in fields}):
+        raise ValueError(f"the field {unknown[0]!r} is unknown")
+
+
+def _imported(path: Path, manifest: Manifest) -> Iterator[Response]:
+    for number, record in _json_lines(path):
+        try:
+            for name in ("prompt_ids", "response_ids"):
+                if name not in record:
+                    raise ValueError(f"the field {name!r} is missing")
+            response = Response(
+                index=number - 1,
+                prompt_ids=record["prompt_ids"],
+                response_ids=record["response_ids"],
+                finish_reason="length",
+                split=record.get("split", default_split(number - 1)),
+                task=record.get("task", ""),
+            )
+            response.check(manifest.vocab_size)
+        except ValueError as error:
+            raise D3DError(f"{path}, line {number}: {error}") from error
+        stopped = response.response_ids[-1] in manifest.stop_ids
+        yield dataclasses.replace(response, finish_reason="stop") if stopped else response
+
+
+def _refuse_other_manifest(folder: Path, present: Manifest, asked: Manifest) -> None:
+    for field in dataclasses.fields(Manifest):
+        old, new = getattr(present, field.name), getattr(asked, field.name)
+        if old != new:
+            raise D3DError(
+                f"{folder} holds responses made with {field.name} = {old!r}, not {new!r}; "
+                "use another folder or the settings it was made with"
+            )
+
+
+def _shards(folder: Path) -> list[Path]:
+    # By number, not by name: after part-99999 names grow a digit.
+    return sorted((folder / "responses").glob("part-*.jsonl"), key=_shard_number)
+
+
+def _shard_number(shard: Path) -> int:
+    digits = shard.stem.removeprefix("part-")
+    if not digits.isdigit():
+        raise D3DError(f"{shard} is not named part-NUMBER.jsonl; move it out of the folder")
+    return int(digits)
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number from 1, JSON object); blank lines are skipped."""
+    try:
+        with _open_text(path) as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    record = json.loads(line)
+                except ValueError as error:
+                    raise D3DError(f"{path}, line {number}: not valid JSON ({error})") from error
+                if not isinstance(record, dict):
+                    raise D3DError(f"{path}, line {number}: not a JSON object")
+                yield number, record
+    except UnicodeDecodeError as error:
+        raise D3DError(f"{path} is not UTF-8 text: {error}") from error
+    except (EOFError, zlib.error) as error:
+        raise D3DError(f"{path} is truncated or damaged: {error}") from error
+    except OSError as error:
+        raise D3DError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _open_text(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")  # type: ignore[return-value]
+    return path.open(encoding="utf-8")
