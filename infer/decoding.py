@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -92,13 +92,16 @@ class Decoder:
         self.target, self.config = target, config
         self.drafter = drafter if config.mode != "plain" else None
         self.width = self.drafter.width if self.drafter else 1
-        self.limit = config.max_length or target.config.max_position_embeddings
+        most = target.config.max_position_embeddings
+        self.limit = config.max_length or most
+        if self.limit > most:
+            raise D3DError(f"max_length {self.limit} is above the model's limit of {most}")
         self.replies: list[Reply] = []
         self.timing = Timing()
 
     def stream(self, prompts: list[list[int]]) -> Iterator[tuple[int, list[int]]]:
         """Yields (row, new token ids) as reports arrive."""
-        self._check(prompts)
+        self.check(prompts)
         limits = np.array(
             [min(self.config.max_new_tokens, self.limit - len(p)) for p in prompts], np.int32
         )
@@ -112,7 +115,8 @@ class Decoder:
             pass
         return self.replies
 
-    def _check(self, prompts: list[list[int]]) -> None:
+    def check(self, prompts: list[list[int]]) -> None:
+        """Raises `D3DError` for a prompt that cannot be decoded."""
         for number, prompt in enumerate(prompts):
             if not prompt:
                 raise D3DError(f"prompt {number} is empty")
@@ -124,19 +128,49 @@ class Decoder:
             if max(prompt) >= self.target.config.vocab_size:
                 raise D3DError(f"prompt {number} has token id {max(prompt)}, beyond the vocabulary")
 
+    @property
+    def _ahead(self) -> int:
+        """Room kept for rounds in flight: growth is planned from lengths the host has read."""
+        return self.width * (IN_FLIGHT + 2)
+
+    def warm_up(self, prompts: list[list[int]], new_tokens: int | None = None) -> None:
+        """Compiles what decoding these prompts needs, so that it can be timed.
+
+        That is the prefill and a round at every capacity that the caches grow to.
+
+        Args:
+          new_tokens: how far to grow; None: to the limits of the configuration.
+        """
+        tokens, lengths = pad_prompts(prompts)
+        limits = np.full_like(lengths, self.config.max_new_tokens)
+        _, handover, state, drafts = self._prefill(tokens, lengths, limits)
+        longest = int(lengths.max()) + (new_tokens or self.config.max_new_tokens)
+        final = min(longest, self.limit) + self._ahead
+        while True:
+            done, handover, state, drafts = self._dispatch(handover, state, drafts)
+            if state.cache.capacity >= final:
+                break
+            state, drafts = self._grow(state, drafts, state.cache.capacity + 1)
+        jax.block_until_ready((done.report, handover, state, drafts))
+
+    def _prefill(
+        self, tokens: np.ndarray, lengths: np.ndarray, limits: np.ndarray
+    ) -> tuple[jax.Array, jax.Array, TargetState, DraftState | None]:
+        """The report of the first tokens, the first handover and the states of both roles."""
+        capacity = int(lengths.max()) + self._ahead
+        report, state = self.target.prefill(tokens, lengths, limits, capacity)
+        if self.drafter is None:
+            return report, self.target.put(np.zeros((len(lengths), 1), np.int32)), state, None
+        cache = self.drafter.prefill(tokens, lengths, capacity)
+        handover, drafts = self.drafter.first_draft(cache, self.drafter.put(report))
+        return report, handover, state, drafts
+
     def _run(
         self, prompts: list[list[int]], limits: np.ndarray
     ) -> Iterator[tuple[int, list[int]]]:
         began = time.perf_counter()
         tokens, lengths = pad_prompts(prompts)
-        # Room for the rounds in flight: growth is planned from lengths the host has already read.
-        ahead = self.width * (IN_FLIGHT + 2)
-        capacity = int(lengths.max()) + ahead
-        report, state = self.target.prefill(tokens, lengths, limits, capacity)
-        handover, drafts = self.target.put(np.zeros((len(prompts), 1), np.int32)), None
-        if self.drafter:
-            cache = self.drafter.prefill(tokens, lengths, capacity)
-            handover, drafts = self.drafter.first_draft(cache, self.drafter.put(report))
+        report, handover, state, drafts = self._prefill(tokens, lengths, limits)
         report.copy_to_host_async()
         yield from self._read(_Round(report), limits)
         now = time.perf_counter()
@@ -148,7 +182,7 @@ class Decoder:
             sizes = zip(lengths, self.replies, strict=True)
             longest = max(int(length) + len(reply.token_ids) for length, reply in sizes)
             while len(flying) < IN_FLIGHT:
-                state, drafts = self._grow(state, drafts, longest + ahead)
+                state, drafts = self._grow(state, drafts, longest + self._ahead)
                 done, handover, state, drafts = self._dispatch(handover, state, drafts)
                 flying.append(done)
                 self.timing.rounds += 1

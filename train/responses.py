@@ -108,10 +108,11 @@ class Response:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """The user turns of one conversation, first to last, and the split it belongs to, if stated."""
+    """The user turns of one conversation, first to last; split and task where they are stated."""
 
     turns: tuple[str, ...]
     split: str | None = None
+    task: str = ""
 
 
 class ResponseWriter:
@@ -258,6 +259,8 @@ def import_responses(
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Reads JSONL (optionally .gz) of {"turns": [text, ...], "split": "train"|"validation"?}.
 
+    A "topic" is taken as the prompt's task; other fields are not read.
+
     Raises:
         D3DError: the file is absent, empty, or has a damaged line (named by line number).
     """
@@ -268,7 +271,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
             raise D3DError(f'{path}, line {number}: "turns" must be a list of at least one text')
         if split is not None and split not in SPLITS:
             raise D3DError(f"{path}, line {number}: split {split!r} is not train or validation")
-        prompts.append(Prompt(tuple(turns), split))
+        prompts.append(Prompt(tuple(turns), split, str(record.get("topic", ""))))
     if not prompts:
         raise D3DError(f"{path} holds no prompts")
     return prompts

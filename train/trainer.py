@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from d3d_jax.drafter import FROZEN, Drafter, Params, save_drafter
 from d3d_jax.errors import D3DError
@@ -148,6 +148,7 @@ class Trainer:
       dataset, validation: opened splits of one dataset.
       run: the run's folder; an interrupted run in it is continued.
       report: called with the metrics of every step, for a progress display.
+      devices: what to train on; None: all there are.
     """
 
     drafter: Drafter
@@ -157,16 +158,17 @@ class Trainer:
     validation: ResponseDataset
     run: Path
     report: Report = lambda metrics: None
+    devices: list[jax.Device] | None = None
 
     def __post_init__(self) -> None:
-        devices = jax.device_count()
-        if (self.config.batch_rows // self.config.micro_batches) % devices:
+        devices = self.devices or jax.devices()
+        if (self.config.batch_rows // self.config.micro_batches) % len(devices):
             raise D3DError(
                 f"batch_rows / micro_batches = "
                 f"{self.config.batch_rows // self.config.micro_batches} must be a multiple of the "
-                f"{devices} devices"
+                f"{len(devices)} devices"
             )
-        mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+        mesh = Mesh(np.array(devices, dtype=object), ("data",), axis_types=(AxisType.Auto,))
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
         self._batches = PackedBatches(

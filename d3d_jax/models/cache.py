@@ -66,9 +66,15 @@ def write(kv: LayerKV, k: jax.Array, v: jax.Array, length: jax.Array) -> LayerKV
     A scatter, because dynamic_update_slice clamps its start: it would overwrite good keys.
     """
     batch, rows = k.shape[:2]
-    at = length[:, None] + jnp.arange(rows, dtype=jnp.int32)
-    row = jnp.arange(batch)[:, None]
     keys, values = kv
+    if batch * rows == 1:
+        # XLA turns a scatter of one row into an update slice, and XLA:CPU repeats that inside every
+        # reader's fusion, out of place: three copies of the cache a layer. The second row is dropped.
+        k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (k, v))
+        at = jnp.stack([length, jnp.full_like(length, keys.shape[2])], axis=1)
+    else:
+        at = length[:, None] + jnp.arange(rows, dtype=jnp.int32)
+    row = jnp.arange(batch)[:, None]
     return keys.at[row, :, at].set(k, mode="drop"), values.at[row, :, at].set(v, mode="drop")
 
 

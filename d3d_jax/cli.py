@@ -1,0 +1,83 @@
+"""The `d3d` command: the table of subcommands, and how every failure looks to the user.
+
+Nothing heavy is imported until a subcommand runs, so that help is instant. What the subcommands
+take is in `commands.options`; what they do is in the module of `commands` named in the table.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from d3d_jax.commands import options
+from d3d_jax.errors import D3DError
+
+# Subcommand → what it takes and the module whose `run` does it.
+COMMANDS: dict[str, tuple[type, str]] = {
+    "demo": (options.Demo, "d3d_jax.commands.demo"),
+    "generate": (options.Generate, "d3d_jax.commands.generate"),
+    "respond": (options.Respond, "d3d_jax.commands.respond"),
+    "init-drafter": (options.InitDrafter, "d3d_jax.commands.init_drafter"),
+    "train": (options.Train, "d3d_jax.commands.train"),
+    "evaluate": (options.Evaluate, "d3d_jax.commands.evaluate"),
+}
+_DESCRIPTION = "Lossless speculative decoding with standalone block-diffusion drafters."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and returns the exit status.
+
+    0: done. 2: something the user can mend, said in one line on stderr. 130: Ctrl-C. 141: whoever
+    read the output went away. Errors in the options themselves exit with 2 from inside tyro.
+    """
+    try:
+        chosen = _parse(argv)
+        module = next(module for kind, module in COMMANDS.values() if isinstance(chosen, kind))
+        importlib.import_module(module).run(chosen)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except D3DError as error:
+        _say(f"error: {error}")
+        return 2
+    except OSError as error:
+        _say(f"error: {error.filename or 'a file'}: {error.strerror or error}")
+        return 2
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> Any:
+    union: Any = None
+    for name, (kind, _) in COMMANDS.items():
+        command = Annotated[kind, tyro.conf.subcommand(name, prefix_name=False)]
+        union = command if union is None else union | command
+    return tyro.cli(
+        union,
+        prog="d3d",
+        description=_DESCRIPTION,
+        args=argv,
+        config=(
+            tyro.conf.FlagCreatePairsOff,
+            tyro.conf.OmitArgPrefixes,
+            tyro.conf.DisallowNone,
+        ),
+    )
+
+
+def _say(sentence: str) -> None:
+    """One line on stderr, whatever the sentence holds."""
+    print(" ".join(sentence.split()), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""What each subcommand of `d3d` takes, as frozen dataclasses that tyro turns into options.
+
+Only light modules are imported here: this is all that `d3d COMMAND --help` loads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from d3d_jax.config import InBlock, Mode
+from d3d_jax.errors import D3DError
+
+DType = Literal["float32", "bfloat16"]
+
+
+def _arg(metavar: str, default: str | None = None, name: str | None = None) -> Any:
+    """How an option is shown; `default` says what leaving it out means where that is no value."""
+    return tyro.conf.arg(
+        name=name, metavar=metavar, help_behavior_hint=default and f"(default: {default})"
+    )
+
+
+def _at_least(minimum: int, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < minimum:
+            option = "--" + name.replace("_", "-")
+            raise D3DError(f"{option} must be at least {minimum}, found {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class InitDrafter:
+    """Make an untrained drafter from layers of a pretrained model.
+
+    Attributes:
+      source: Model whose layers and embedding it starts from: a name, hub id, folder or .gguf file.
+      target: Model it will draft for; must have the same tokenizer.
+      out: Folder to write; must not exist.
+      layers: Indices of the layers to take.
+      block_size: W, rows of a block including its anchor.
+      label_shift: 1: a slot predicts the token after it; 0: the token at it.
+      in_block: Whether the rows of a block see each other both ways or causally.
+      mask_token_id: Reserved id of the mask. By default the first embedding row that no token
+        uses, or else the highest special token that ends no reply.
+      draft_vocab_size: Predict only this many tokens, those most frequent in --vocab-from.
+      vocab_from: Dataset whose train responses are counted for --draft-vocab-size.
+    """
+
+    source: Annotated[str, _arg("MODEL", name="from")]
+    target: Annotated[str, _arg("MODEL")]
+    out: Annotated[Path, _arg("DIR")]
+    layers: Annotated[tuple[int, ...] | None, _arg("L ...", "the first three and the last two")] = (
+        None
+    )
+    block_size: int = 8
+    label_shift: Literal[0, 1] = 1
+    in_block: InBlock = "bidirectional"
+    mask_token_id: Annotated[
+        int | None, _arg("ID", "a row no token uses, or else a special token")
+    ] = None
+    draft_vocab_size: Annotated[int | None, _arg("N", "the whole vocabulary")] = None
+    vocab_from: Annotated[Path | None, _arg("DATASET", "none")] = None
+
+    def __post_init__(self) -> None:
+        _at_least(1, draft_vocab_size=self.draft_vocab_size)
+        if (self.draft_vocab_size is None) != (self.vocab_from is None):
+            raise D3DError("--draft-vocab-size and --vocab-from go together: give both or neither")
+
+
+@dataclasses.dataclass(frozen=True)
+class Respond:
+    """Let the target answer prompts greedily and build the training dataset from its answers.
+
+    An interrupted run continues where it stopped when the same command is given again.
+
+    Attributes:
+      target: Model that answers: a name, hub id, folder or .gguf file.
+      prompts: JSONL (or .jsonl.gz) of {"turns": [TEXT, ...]}; the first turn is the prompt.
+      import_from: Instead of prompts: JSONL (or .gz) of {"prompt_ids", "response_ids"} that the
+        target wrote elsewhere.
+      out: Folder for the responses and, in dataset/, the dataset.
+      max_new_tokens: Longest response, the stop token included.
+      batch: Prompts decoded together.
+    """
+
+    target: Annotated[str, _arg("MODEL")]
+    prompts: Annotated[Path | None, _arg("FILE", "none")] = None
+    import_from: Annotated[Path | None, _arg("FILE", "none")] = None
+    out: Annotated[Path | None, _arg("DIR", "named after the file")] = None
+    max_new_tokens: int = 192
+    batch: int = 24
+
+    def __post_init__(self) -> None:
+        _at_least(1, max_new_tokens=self.max_new_tokens, batch=self.batch)
+        if (self.prompts is None) == (self.import_from is None):
+            raise D3DError("give either --prompts or --import-from")
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Train a drafter on responses of its target.
+
+    An interrupted run continues where it stopped when the same command is given again.
+
+    Attributes:
+      config: Name of a shipped training config, or a YAML file.
+      data: Dataset folder that `d3d respond` built.
+      drafter: Drafter to start from (`d3d init-drafter`).
+      target: The drafter's target model.
+      out: Folder of the run; the trained drafter is exported to its drafter/.
+      overrides: Settings that replace those of the config: key=value ...
+    """
+
+    config: Annotated[str, _arg("NAME|FILE")]
+    data: Annotated[Path, _arg("DIR")]
+    drafter: Annotated[Path, _arg("DIR")]
+    target: Annotated[str, _arg("MODEL")]
+    out: Annotated[Path, _arg("DIR")]
+    overrides: Annotated[tyro.conf.Positional[tuple[str, ...]], _arg("[KEY=VALUE ...]", "")] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate:
+    """Measure a drafter's acceptance length on recorded responses, without running the target.
+
+    Attributes:
+      drafter: Drafter folder.
+      target: Its target model.
+      data: Dataset folder of greedy responses of that target.
+      split: Part of the dataset.
+      block_size: W to draft with.
+      documents: How many responses, evenly spread; 0 for all.
+      json: Print one JSON object instead of a table.
+    """
+
+    drafter: Annotated[Path, _arg("DIR")]
+    target: Annotated[str, _arg("MODEL")]
+    data: Annotated[Path, _arg("DIR")]
+    split: Literal["train", "validation"] = "validation"
+    block_size: Annotated[int | None, _arg("W", "the drafter's own")] = None
+    documents: int = 0
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least(0, documents=self.documents)
+        _at_least(2, block_size=self.block_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Decode prompts and stream the text; figures of each reply go to stderr.
+
+    The prompt comes from --prompt, --prompts-file or, with neither, standard input.
+
+    Attributes:
+      target: Model to decode: a name, hub id, folder or .gguf file.
+      drafter: Drafter folder.
+      mode: plain (target alone), sync (draft, then verify) or async (draft while verifying).
+        By default plain without a drafter; with one, sync on a CPU (which both roles share) and
+        async elsewhere.
+      prompt: The prompt.
+      prompts_file: JSONL (or .gz) of {"turns": [TEXT, ...]}; the first turn is the prompt.
+      system: System message put before the prompt.
+      raw: Take the prompt as plain text, without the chat template.
+      max_new_tokens: Longest reply, the stop token included.
+      max_length: Longest prompt and reply together.
+      block_size: W of a round.
+      rectangle: C F of the outcomes prepared in async mode.
+      batch: Prompts decoded together; above 1 a reply is printed when it ends.
+      json: Print one JSON object a prompt instead of the text.
+      dtype: Type of weights and caches.
+    """
+
+    target: Annotated[str, _arg("MODEL")]
+    drafter: Annotated[Path | None, _arg("DIR", "the one shipped for this target, if any")] = None
+    mode: Annotated[Mode | None, _arg("{plain,sync,async}", "the fastest expected here")] = None
+    prompt: Annotated[str | None, _arg("TEXT", "standard input")] = None
+    prompts_file: Annotated[Path | None, _arg("FILE", "none")] = None
+    system: Annotated[str | None, _arg("TEXT", "the template's own")] = None
+    raw: bool = False
+    max_new_tokens: int = 256
+    max_length: Annotated[int | None, _arg("N", "the model's own limit")] = None
+    block_size: Annotated[int | None, _arg("W", "the drafter's own")] = None
+    rectangle: Annotated[tuple[int, int] | None, _arg("C F", "4 1, C at most W")] = None
+    batch: int = 1
+    json: bool = False
+    dtype: DType = "float32"
+
+    def __post_init__(self) -> None:
+        _at_least(1, max_new_tokens=self.max_new_tokens, batch=self.batch)
+        _at_least(2, max_length=self.max_length, block_size=self.block_size)
+        if self.prompt is not None and self.prompts_file is not None:
+            raise D3DError("give either --prompt or --prompts-file")
+        if self.raw and self.system is not None:
+            raise D3DError("--system needs the chat template: leave out --raw")
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """Watch plain, synchronous and asynchronous decoding side by side on a real model.
+
+    Attributes:
+      target: Model to decode.
+      drafter: Drafter folder.
+      prompts: How many of the built-in held-out prompts.
+      max_new_tokens: Longest reply, the stop token included.
+      block_size: W of a round.
+      rectangle: C F of the outcomes prepared in async mode.
+      out: Folder for the figures (demo.json) and their picture (demo.png).
+      from_scratch: First make responses and train a new drafter, then compare with that one.
+      work: Folder of the stages of --from-scratch, each of which resumes.
+    """
+
+    target: Annotated[str, _arg("MODEL")] = "smollm2-135m"
+    drafter: Annotated[Path | None, _arg("DIR", "the one shipped for this target")] = None
+    prompts: int = 6
+    max_new_tokens: int = 128
+    block_size: Annotated[int | None, _arg("W", "the drafter's own")] = None
+    rectangle: Annotated[tuple[int, int] | None, _arg("C F", "4 1, C at most W")] = None
+    out: Annotated[Path, _arg("DIR")] = Path("demo-results")
+    from_scratch: bool = False
+    work: Annotated[Path | None, _arg("DIR", "demo/ in the model cache")] = None
+
+    def __post_init__(self) -> None:
+        _at_least(1, prompts=self.prompts)
+        _at_least(2, block_size=self.block_size, max_new_tokens=self.max_new_tokens)
+        if self.from_scratch and self.drafter is not None:
+            raise D3DError("--from-scratch trains its own drafter: leave out --drafter")
+        if self.work is not None and not self.from_scratch:
+            raise D3DError("--work is the folder of --from-scratch: give both or neither")

@@ -1,0 +1,131 @@
+"""`d3d respond`: the target's answers to prompts, and the training dataset built from them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+from d3d_jax.commands.options import Respond
+from d3d_jax.commands.runtime import (
+    Bar,
+    busy,
+    note,
+    prompt_ids,
+    prompt_text,
+    start_jax,
+    warn_of_turns,
+)
+from d3d_jax.errors import D3DError
+from d3d_jax.infer.loading import load_target, model_name, role_devices
+from d3d_jax.models import checkpoint
+from d3d_jax.models.registry import resolve_model
+from d3d_jax.models.tokenizer import Tokenizer
+from d3d_jax.train.dataset import build_dataset, open_dataset
+from d3d_jax.train.respond import respond
+from d3d_jax.train.responses import (
+    Manifest,
+    ResponseWriter,
+    import_responses,
+    read_prompts,
+    read_responses,
+)
+
+DATASET = "dataset"
+
+
+def run(options: Respond) -> None:
+    """Makes or imports the responses, then builds the dataset."""
+    file = options.prompts or options.import_from
+    assert file is not None
+    out = options.out or Path(f"{file.name.split('.')[0]}-responses")
+    if options.prompts is not None:
+        make_responses(options.target, file, out, options.max_new_tokens, options.batch)
+    else:
+        folder = resolve_model(options.target)
+        manifest = _manifest(options.target, folder, file, options.max_new_tokens)
+        with busy(f"importing {file}"):
+            import_responses(file, out, manifest)
+    dataset = ensure_dataset(out)
+    train, validation = (_count(dataset, split) for split in ("train", "validation"))
+    note(f"{dataset}: {train} responses to train on, {validation} held out")
+
+
+def make_responses(target_name: str, file: Path, out: Path, max_new_tokens: int, batch: int) -> int:
+    """Answers every prompt of a file that `out` does not hold an answer to yet.
+
+    Returns:
+      How many answers `out` holds then.
+
+    Raises:
+      D3DError: bad prompts, another run's folder, or a prompt too long for the model.
+    """
+    prompts = read_prompts(file)
+    warn_of_turns(prompts, file)
+    folder = resolve_model(target_name)
+    tokenizer, task = Tokenizer.from_folder(folder), file.name.split(".")[0]
+    rows = [(prompt_ids(tokenizer, prompt_text(p)), p.split, p.task or task) for p in prompts]
+    most = checkpoint.read_config(folder)[0].max_position_embeddings
+    for number, (ids, _, _) in enumerate(rows, start=1):
+        if len(ids) >= most:
+            raise D3DError(
+                f"{file}: prompt {number} has {len(ids)} tokens, {target_name} takes at most "
+                f"{most - 1}"
+            )
+    writer = ResponseWriter(out, _manifest(target_name, folder, file, max_new_tokens))
+    if missing := len(rows) - len(writer.done):
+        start_jax()
+        with busy(f"loading {target_name}"):
+            target, _ = load_target(folder, role_devices("plain")[0])
+        with Bar("responses", len(rows)) as bar:
+            respond(target, rows, writer, batch=min(batch, missing), progress=_Speed(bar))
+    return len(writer.done)
+
+
+class _Speed:
+    """Passes progress on to a bar, with the tokens per second so far."""
+
+    def __init__(self, bar: Bar):
+        self.bar, self.tokens, self.began = bar, 0, time.perf_counter()
+
+    def __call__(self, done: int, total: int, tokens: int) -> None:
+        self.tokens += tokens
+        speed = self.tokens / (time.perf_counter() - self.began)
+        self.bar.update(done, f"{speed:.0f} tokens/s" if self.tokens else "")
+
+
+def ensure_dataset(responses: Path) -> Path:
+    """The dataset of a folder of responses; built unless one of exactly these is there."""
+    out = responses / DATASET
+    if out.exists():
+        held = sum(1 for _ in read_responses(responses))
+        if sum(_count(out, split) for split in ("train", "validation")) == held:
+            return out
+    with busy("building the dataset"):
+        return build_dataset(responses, out, overwrite=out.exists())
+
+
+def _count(dataset: Path, split: str) -> int:
+    try:
+        return len(open_dataset(dataset, split))
+    except D3DError:
+        return 0  # it has no such split
+
+
+def _manifest(name: str, folder: Path, file: Path, max_new_tokens: int) -> Manifest:
+    tokenizer, (model, _) = Tokenizer.from_folder(folder), checkpoint.read_config(folder)
+    try:
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise D3DError(f"cannot read {file}: {error.strerror}") from None
+    return Manifest(
+        target=model_name(name),
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        template_fingerprint=tokenizer.template_fingerprint,
+        vocab_size=model.vocab_size,
+        stop_ids=tokenizer.stop_ids,
+        sampling={"greedy": True},
+        max_new_tokens=max_new_tokens,
+        # With its hash, so that a run is not continued with other prompts of the same name.
+        prompts=f"{file.name} sha256:{digest[:16]}",
+    )

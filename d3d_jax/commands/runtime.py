@@ -1,0 +1,141 @@
+"""What the subcommands share: settings of JAX, progress on stderr, prompts as token ids.
+
+Standard output belongs to results; everything said along the way goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from d3d_jax.errors import D3DError
+from d3d_jax.models.registry import cache_dir
+from d3d_jax.models.tokenizer import Tokenizer
+from d3d_jax.train.responses import Prompt
+
+console = Console(stderr=True, highlight=False)
+# A log file gets a line of progress no more often than this, in seconds.
+_LINE_EVERY = 10.0
+
+
+def start_jax(cpu_devices: int = 1) -> None:
+    """Sets JAX up for a command; call it before anything touches a device.
+
+    Compiled programs are kept between runs, since compiling takes longer than a short run itself.
+
+    Args:
+      cpu_devices: on CPU, how many to make: decoding with a drafter gives each role its own.
+    """
+    if jax.config.jax_num_cpu_devices < 0:
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def note(sentence: str) -> None:
+    """One line on stderr."""
+    console.print(sentence, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def busy(message: str) -> Iterator[None]:
+    """A spinner on a terminal while something takes seconds; silent elsewhere."""
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(message):
+        yield
+
+
+def duration(seconds: float) -> str:
+    """As `45 s`, `3 min 20 s` or `2 h 5 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+class Bar:
+    """Progress of one long stage with the time left; plain lines where stderr is no terminal.
+
+    The time left is reckoned from the first update on, which leaves out compilation where that
+    update comes after the first step.
+    """
+
+    def __init__(self, title: str, total: int):
+        self.title, self.total = title, total
+        self._began: tuple[float, int] | None = None
+        self._last_line = 0.0
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[left]}"),
+            console=console,
+            refresh_per_second=2,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task(title, total=total, note="", left="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def update(self, done: int, note_text: str = "") -> None:
+        """Shows that `done` of the total are done, with a few figures."""
+        now = time.perf_counter()
+        self._began = self._began or (now, done)
+        since, first = self._began
+        left = ""
+        if first < done < self.total:
+            left = duration((now - since) / (done - first) * (self.total - done)) + " left"
+        self._progress.update(self._task, completed=done, note=note_text, left=left)
+        if not console.is_terminal and (now - self._last_line > _LINE_EVERY or done == self.total):
+            self._last_line = now
+            parts = [f"{self.title} {done}/{self.total}", note_text, left]
+            note(", ".join(part for part in parts if part))
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """The text a prompt of a file stands for: its first turn."""
+    return prompt.turns[0]
+
+
+def warn_of_turns(prompts: list[Prompt], file: Path) -> None:
+    """Says so when a file holds conversations of which only the beginning is used."""
+    if longer := sum(len(prompt.turns) > 1 for prompt in prompts):
+        note(f"{longer} prompts of {file} have more than one turn; only the first is used")
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str, system: str | None = None) -> list[int]:
+    """Token ids of one user message under the model's chat template.
+
+    Raises:
+      D3DError: the model has no chat template, or it refuses the message.
+    """
+    if tokenizer.chat_template is None:
+        raise D3DError("the target has no chat template: only d3d generate --raw can use it")
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return tokenizer.chat(messages)

@@ -1,0 +1,64 @@
+"""`d3d train`: trains a drafter in a run folder and exports it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from d3d_jax.commands.evaluate import check_data, load_checked
+from d3d_jax.commands.options import Train
+from d3d_jax.commands.runtime import Bar, note, start_jax
+from d3d_jax.drafter import Drafter, Params
+from d3d_jax.train.config import TrainConfig, load_config
+from d3d_jax.train.dataset import open_dataset
+from d3d_jax.train.trainer import Trainer
+
+
+def run(options: Train) -> None:
+    """Checks that config, data, drafter and target fit together, then trains."""
+    config = load_config(options.config, options.overrides)
+    drafter, params = load_checked(options.drafter, options.target)
+    start_jax()
+    exported = train(drafter, params, config, options.data, options.out)
+    note(f"the trained drafter is in {exported}")
+
+
+def train(
+    drafter: Drafter,
+    params: Params,
+    config: TrainConfig,
+    data: Path,
+    out: Path,
+    devices: list[jax.Device] | None = None,
+) -> Path:
+    """Trains with a progress bar; continues the run that `out` holds.
+
+    Args:
+      devices: what to train on; None: all there are.
+
+    Returns:
+      The exported drafter's folder.
+
+    Raises:
+      D3DError: data of another target, a run of other settings, or what `Trainer.train` raises.
+    """
+    dataset, validation = open_dataset(data, "train"), open_dataset(data, "validation")
+    check_data(drafter, dataset)
+    with Bar("training", config.steps) as bar:
+        report = _Report(bar)
+        trainer = Trainer(drafter, params, config, dataset, validation, out, report, devices)
+        return trainer.train()
+
+
+class _Report:
+    """Passes a step's metrics on to a bar: loss, and the last τ measured."""
+
+    def __init__(self, bar: Bar):
+        self.bar, self.tau = bar, ""
+
+    def __call__(self, metrics: dict[str, Any]) -> None:
+        if "tau" in metrics:
+            self.tau = f", τ {metrics['tau']:.2f}"
+        self.bar.update(metrics["step"], f"loss {metrics['loss']:.2f}{self.tau}")

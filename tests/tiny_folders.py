@@ -1,0 +1,49 @@
+"""Tiny random models as folders on disk, with a tokenizer and chat template, for whole commands."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from d3d_jax.models import checkpoint
+from d3d_jax.models.gguf import convert_gguf
+from d3d_jax.models.tokenizer import Tokenizer
+from tests.models.tiny_gguf import CHAT_TEMPLATE, METADATA, TOKENS, write_tiny_gguf
+from tests.tiny_models import tiny_config, tiny_drafter, tiny_params
+
+BLOCK_SIZE = 4
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+def write_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> dict[str, bytes]:
+    """The tokenizer files of the tiny GGUF model by name; `folder` is scratch space."""
+    folder.mkdir()
+    write_tiny_gguf(folder / "tiny.gguf", metadata=METADATA | {"tokenizer.chat_template": template})
+    convert_gguf(folder / "tiny.gguf", folder / "model")
+    return {name: (folder / "model" / name).read_bytes() for name in _TOKENIZER_FILES}
+
+
+def write_target(folder: Path, seed: int = 0) -> Path:
+    """A Qwen3 folder of three layers whose last four embedding rows no token uses."""
+    config = tiny_config(vocab_size=len(TOKENS) + 4)
+    files = write_tokenizer(folder.with_name(f"{folder.name}-tokenizer"))
+    params = jax.tree.map(np.asarray, tiny_params(config, seed))
+    checkpoint.save_model(folder, config, params, extra_files=dict(files))
+    return folder
+
+
+def write_drafter(folder: Path, target: Path, **changes) -> Path:
+    """A drafter of two layers of a `write_target` folder, sharing its embedding."""
+    config, _ = checkpoint.read_config(target)
+    params = checkpoint.load_params(target, config, stacked=True)
+    tokenizer = Tokenizer.from_folder(target)
+    fields = {
+        "block_size": BLOCK_SIZE,
+        "target": target.name,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "template_fingerprint": tokenizer.template_fingerprint,
+    }
+    drafter, own = tiny_drafter(config, params, **(fields | changes))
+    own = {name: leaf for name, leaf in own.items() if name not in ("embed", "head")}
+    checkpoint.save_model(folder, drafter.model, own, drafter=drafter.drafter)
+    return folder
