@@ -52,9 +52,7 @@ class Rectangle:
         """M, candidates a slot must offer: F besides the drafted token itself."""
         return self.fan_out + 1
 
-    def choose(
-        self, config: DrafterConfig, block: jax.Array, candidate_ids: jax.Array
-    ) -> Branches:
+    def choose(self, config: DrafterConfig, block: jax.Array, candidate_ids: jax.Array) -> Branches:
         """The branches to prepare while `block` is verified.
 
         Args:

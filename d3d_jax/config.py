@@ -24,7 +24,7 @@ _REQUIRED_FIELDS = (
     "max_position_embeddings",
 )
 _ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-# A field with a value outside its set changes the mathematics in a way this decoder does not implement.
+# A value outside its set changes the mathematics in a way this decoder does not implement.
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", None),
     "attention_bias": (False, None),

@@ -53,7 +53,9 @@ def load_drafter(
                 f"({model.vocab_size}, {model.hidden_size}); the target given has "
                 f"({target.vocab_size}, {target.hidden_size})"
             )
-        shared = checkpoint.load_params(target_folder, target, stacked=False, layers=(), dtype=dtype)
+        shared = checkpoint.load_params(
+            target_folder, target, stacked=False, layers=(), dtype=dtype
+        )
         params["embed"] = shared["embed"]
         if "head" in shared:
             params["head"] = shared["head"]

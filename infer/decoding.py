@@ -165,9 +165,7 @@ class Decoder:
         handover, drafts = self.drafter.first_draft(cache, self.drafter.put(report))
         return report, handover, state, drafts
 
-    def _run(
-        self, prompts: list[list[int]], limits: np.ndarray
-    ) -> Iterator[tuple[int, list[int]]]:
+    def _run(self, prompts: list[list[int]], limits: np.ndarray) -> Iterator[tuple[int, list[int]]]:
         began = time.perf_counter()
         tokens, lengths = pad_prompts(prompts)
         report, handover, state, drafts = self._prefill(tokens, lengths, limits)

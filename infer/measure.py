@@ -39,7 +39,7 @@ class StepTimes:
     Attributes:
       plain: one step of plain decoding, a row of one token.
       verify: T_v, the target over a block of W rows.
-      draft: T_d', a round's draft of synchronous decoding: it also encodes the tokens just accepted.
+      draft: T_d', a round's draft of synchronous decoding, which also encodes the last block.
       prepare: T_p, the packed draft of all branches.
       resolve: choosing a prepared branch after a hit.
       miss: resolving without a prepared branch: it drafts synchronously.

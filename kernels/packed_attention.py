@@ -36,9 +36,7 @@ def _in_block_attention(
     return out.reshape(q.shape), jnp.moveaxis(lse, -1, 2).reshape(batch, blocks, width, heads)
 
 
-def _merge(
-    out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
-) -> jax.Array:
+def _merge(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> jax.Array:
     """Attention over the union of two disjoint key sets. `lse_b` must be finite, `lse_a` need not.
 
     A block row always sees its block, so the peak is finite and −inf in `lse_a` becomes weight 0.
@@ -84,7 +82,9 @@ def packed_attention(
     def blocks(x: jax.Array) -> jax.Array:
         return x[:, clean_len:].reshape(x.shape[0], num_blocks, -1, *x.shape[2:])
 
-    block_out, block_lse = _in_block_attention(blocks(q), blocks(k), blocks(v), in_block == "causal")
+    block_out, block_lse = _in_block_attention(
+        blocks(q), blocks(k), blocks(v), in_block == "causal"
+    )
     merged = _merge(blocks(out), blocks(lse), block_out, block_lse)
     merged = merged.reshape(q.shape[0], -1, *q.shape[2:])
     return jnp.concatenate([out[:, :clean_len], merged], axis=1)

@@ -37,7 +37,11 @@ def test_fields():
 def test_counts_by_topic_and_split():
     counts = Counter((prompt["split"], prompt["topic"]) for prompt in PROMPTS)
     train = {("train", "math"): 66, ("train", "code"): 50, ("train", "general"): 84}
-    heldout = {("validation", "math"): 14, ("validation", "code"): 10, ("validation", "general"): 16}
+    heldout = {
+        ("validation", "math"): 14,
+        ("validation", "code"): 10,
+        ("validation", "general"): 16,
+    }
     assert counts == train | heldout
 
 

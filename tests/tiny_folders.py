@@ -24,8 +24,8 @@ def write_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> dict[str, by
 
 
 def write_target(folder: Path, seed: int = 0) -> Path:
-    """A Qwen3 folder of three layers whose last four embedding rows no token uses."""
-    config = tiny_config(vocab_size=len(TOKENS) + 4)
+    """A Qwen3 folder of two layers whose last four embedding rows no token uses."""
+    config = tiny_config(vocab_size=len(TOKENS) + 4, num_hidden_layers=2)
     files = write_tokenizer(folder.with_name(f"{folder.name}-tokenizer"))
     params = jax.tree.map(np.asarray, tiny_params(config, seed))
     checkpoint.save_model(folder, config, params, extra_files=dict(files))
@@ -33,7 +33,7 @@ def write_target(folder: Path, seed: int = 0) -> Path:
 
 
 def write_drafter(folder: Path, target: Path, **changes) -> Path:
-    """A drafter of two layers of a `write_target` folder, sharing its embedding."""
+    """A drafter of the last layer of a `write_target` folder, sharing its embedding."""
     config, _ = checkpoint.read_config(target)
     params = checkpoint.load_params(target, config, stacked=True)
     tokenizer = Tokenizer.from_folder(target)
@@ -43,7 +43,7 @@ def write_drafter(folder: Path, target: Path, **changes) -> Path:
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "template_fingerprint": tokenizer.template_fingerprint,
     }
-    drafter, own = tiny_drafter(config, params, **(fields | changes))
+    drafter, own = tiny_drafter(config, params, layers=(1,), **(fields | changes))
     own = {name: leaf for name, leaf in own.items() if name not in ("embed", "head")}
     checkpoint.save_model(folder, drafter.model, own, drafter=drafter.drafter)
     return folder

@@ -97,7 +97,9 @@ class OfflineAcceptance:
         block_size: int | None = None,
     ) -> None:
         if len(dataset) == 0:
-            raise D3DError("the validation split is empty; build the dataset with validation prompts")
+            raise D3DError(
+                "the validation split is empty; build the dataset with validation prompts"
+            )
         width = block_size or drafter.drafter.block_size
         if width > drafter.drafter.block_size:
             raise D3DError(

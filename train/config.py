@@ -106,5 +106,7 @@ def load_config(name_or_path: str, overrides: tuple[str, ...] = ()) -> TrainConf
             try:
                 values[key] = float(value)
             except ValueError:
-                raise D3DError(f"training setting {key} must be a number, found {value!r}") from None
+                raise D3DError(
+                    f"training setting {key} must be a number, found {value!r}"
+                ) from None
     return TrainConfig(**values)

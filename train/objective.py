@@ -1,9 +1,10 @@
 """The training objective: diffusion loss on block rows and next-token loss on clean rows.
 
-    Σ w_i · CE(block rows) / Σ w  +  λ · Σ CE(clean response rows) / count,   w_i = exp(−(i − 1) / γ)
+    Σ w_i · CE(block rows) / Σ w  +  λ · Σ CE(clean response rows) / count
 
-where i is the predicted offset from the anchor (D3D paper, training section; γ as in DFlash). The
-denominators are those of the whole batch, so micro-batches and devices only add. Pure functions.
+where w_i = exp(−(i − 1) / γ) and i is the predicted offset from the anchor (D3D paper, training
+section; γ as in DFlash). The denominators are those of the whole batch, so micro-batches and devices
+only add. Pure functions.
 """
 
 from __future__ import annotations

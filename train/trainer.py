@@ -28,6 +28,7 @@ from d3d_jax.train.acceptance import OfflineAcceptance
 from d3d_jax.train.config import TrainConfig
 from d3d_jax.train.dataset import ResponseDataset
 from d3d_jax.train.packing import PackedBatches
+from d3d_jax.train.responses import write_atomic
 
 State = dict[str, Any]
 Report = Callable[[dict[str, Any]], None]
@@ -114,7 +115,7 @@ def make_step(
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         metrics["loss"] = metrics["diffusion"] + config.ar_weight * metrics["ar"]
-        metrics["grad_norm"] = optax.global_norm(grads)
+        metrics["grad_norm"] = optax.tree.norm(grads)
         return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
 
     return jax.jit(step, donate_argnums=0)
@@ -213,7 +214,11 @@ class Trainer:
         index = draft_index(self.drafter, self.params)
         frozen, index = jax.device_put((frozen, index), self._replicated)
         trained = jax.device_put(trained, self._replicated)
-        state = {"params": trained, "opt": optimizer.init(trained), "step": jnp.zeros((), jnp.int32)}
+        state = {
+            "params": trained,
+            "opt": optimizer.init(trained),
+            "step": jnp.zeros((), jnp.int32),
+        }
         state = jax.device_put(state, self._replicated)
         step = make_step(self.drafter, self.config, optimizer)
         acceptance = OfflineAcceptance(self.drafter, self.validation, self.config.eval_documents)
@@ -223,23 +228,27 @@ class Trainer:
             if (latest := manager.latest_step()) is not None:
                 state = manager.restore(latest, args=ocp.args.StandardRestore(state))
             start = int(state["step"])
+            self._forget_after(start)
             for number, metrics in self._steps(step, state, frozen, index, start):
                 state = metrics.pop("state")
-                done = number == self.config.steps
+                # Read once: a signal that comes later must not stop a step not saved for it.
+                done, stopped_by = number == self.config.steps, stop.requested
                 if number % self.config.eval_every == 0 or done:
                     metrics |= acceptance.measure({**state["params"], **frozen}).summary()
-                if number % self.config.checkpoint_every == 0 or done or stop.requested:
+                if number % self.config.checkpoint_every == 0 or done or stopped_by:
                     manager.save(number, args=ocp.args.StandardSave(state))
                 self._log(metrics)
-                if stop.requested and not done:
+                if stopped_by and not done:
                     manager.wait_until_finished()
                     raise D3DError(
-                        f"stopped by {stop.requested} at step {number}; saved: the same command "
+                        f"stopped by {stopped_by} at step {number}; saved: the same command "
                         "continues"
                     )
         return self._export({**state["params"], **frozen})
 
-    def _steps(self, step, state, frozen, index, start: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _steps(
+        self, step, state, frozen, index, start: int
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields (step number, host metrics with the new state)."""
         clock = time.perf_counter()
         remaining = range(start, self.config.steps)
@@ -251,18 +260,29 @@ class Trainer:
                 raise D3DError(f"loss is {host['loss']} at step {number + 1}; lower learning_rate")
             now = time.perf_counter()
             accuracy = host["hits"] / np.maximum(host["counts"], 1)
-            yield number + 1, {
-                "step": number + 1,
-                "loss": float(host["loss"]),
-                "diffusion": float(host["diffusion"]),
-                "ar": float(host["ar"]),
-                "grad_norm": float(host["grad_norm"]),
-                "accuracy": [round(float(a), 4) for a in accuracy],
-                "epoch": round(self._batches.epoch_at(number + 1), 3),
-                "tokens_per_second": round(tokens / (now - clock), 1),
-                "state": state,
-            }
+            yield (
+                number + 1,
+                {
+                    "step": number + 1,
+                    "loss": float(host["loss"]),
+                    "diffusion": float(host["diffusion"]),
+                    "ar": float(host["ar"]),
+                    "grad_norm": float(host["grad_norm"]),
+                    "accuracy": [round(float(a), 4) for a in accuracy],
+                    "epoch": round(self._batches.epoch_at(number + 1), 3),
+                    "tokens_per_second": round(tokens / (now - clock), 1),
+                    "state": state,
+                },
+            )
             clock = time.perf_counter()
+
+    def _forget_after(self, step: int) -> None:
+        """Drops logged steps that the checkpoint does not hold: they will be run again."""
+        path = self.run / "metrics.jsonl"
+        if path.exists():
+            lines = path.read_text().splitlines()
+            kept = [line for line in lines if json.loads(line)["step"] <= step]
+            write_atomic(path, "".join(line + "\n" for line in kept))
 
     def _log(self, metrics: dict[str, Any]) -> None:
         with (self.run / "metrics.jsonl").open("a") as file:

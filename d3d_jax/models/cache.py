@@ -69,7 +69,8 @@ def write(kv: LayerKV, k: jax.Array, v: jax.Array, length: jax.Array) -> LayerKV
     keys, values = kv
     if batch * rows == 1:
         # XLA turns a scatter of one row into an update slice, and XLA:CPU repeats that inside every
-        # reader's fusion, out of place: three copies of the cache a layer. The second row is dropped.
+        # reader's fusion, out of place: three copies of the cache a layer. The second row given
+        # here is dropped.
         k, v = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (k, v))
         at = jnp.stack([length, jnp.full_like(length, keys.shape[2])], axis=1)
     else:

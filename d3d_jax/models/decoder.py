@@ -2,10 +2,12 @@
 
 Parameters are a pure dict at every jit boundary:
 
-    {"embed": [V, D], "layers": …, "norm": [D], "head": [V', D] (absent: tied), "mask": [D] (drafters)}
+    {"embed": [V, D], "layers": …, "norm": [D],
+     "head": [V', D] (absent: tied), "mask": [D] (drafters)}
 
-`layers` is either one dict of stacked leaves [L, …] (storage, sharding, training: a scan) or a tuple
-of L dicts (decoding: an unrolled loop, several times faster on CPU). The same layer serves both.
+`layers` is either one dict of stacked leaves [L, …] (storage, sharding, training: a scan) or a
+tuple of L dicts (decoding: an unrolled loop, several times faster on CPU). The same layer serves
+both.
 Every matrix is [out, in], as in Hugging Face checkpoints. No I/O and no loops over steps here.
 """
 
@@ -205,7 +207,11 @@ def init_params(config: ModelConfig, key: jax.Array, num_layers: int | None = No
 def unstack(params: Params) -> Params:
     """The per-layer form of stacked parameters, for decoding."""
     count = jax.tree.leaves(params["layers"])[0].shape[0]
-    layers = tuple(jax.tree.map(lambda leaf: leaf[i], params["layers"]) for i in range(count))
+
+    def layer(i: int) -> Params:
+        return jax.tree.map(lambda leaf: leaf[i], params["layers"])
+
+    layers = tuple(layer(i) for i in range(count))
     return {**params, "layers": layers}
 
 

@@ -27,7 +27,9 @@ def _visible(lo: jax.Array, hi: jax.Array, keys: int) -> jax.Array:
     return ((index >= lo[..., None]) & (index < hi[..., None]))[:, None, :, None, :]
 
 
-def _scores(q: jax.Array, k: jax.Array, lo: jax.Array, hi: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _scores(
+    q: jax.Array, k: jax.Array, lo: jax.Array, hi: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """[B, K, t, G, H], [B, K, S, H] → masked scores [B, K, t, G, S] in float32, and the mask."""
     batch, kv_heads, rows, group, dim = q.shape
     folded = q.reshape(batch, kv_heads, rows * group, dim)
@@ -56,7 +58,7 @@ def _backward_tile(k, v, q, lo, hi, lse, d_out, delta):
     scores, mask = _scores(q, k, lo, hi)
     shift = jnp.where(jnp.isfinite(lse), lse, 0.0)
     weights = jnp.exp(scores - shift[..., None])
-    batch, kv_heads, rows, group, keys = weights.shape
+    batch, kv_heads, rows, group, _ = weights.shape
 
     def fold(x):
         return x.reshape(batch, kv_heads, rows * group, x.shape[-1])

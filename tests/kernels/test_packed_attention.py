@@ -34,9 +34,7 @@ def test_equals_dense_attention_forward_and_backward(in_block):
     starts = jnp.array([[0] * 5 + [5] * 5])
     # An anchor at a document's start sees no clean key at all; -1 is an unused block.
     anchors = jnp.array([[0, 3, 5, 8, -1]])
-    layout = layouts.packed_documents(
-        positions, starts, anchors, block_size=3, in_block=in_block
-    )
+    layout = layouts.packed_documents(positions, starts, anchors, block_size=3, in_block=in_block)
     rows = layout.positions.shape[1]
     keys = jax.random.split(jax.random.key(0), 4)
     q = jax.random.normal(keys[0], (1, rows, 4, 8))

@@ -39,9 +39,7 @@ def test_logits_equal_transformers_and_checkpoints_go_both_ways(config, tmp_path
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 19))
     with torch.no_grad():
         expected = model(torch.tensor(tokens)).logits.numpy()
-    np.testing.assert_allclose(
-        full_logits(config, params, tokens), expected, atol=2e-4, rtol=1e-4
-    )
+    np.testing.assert_allclose(full_logits(config, params, tokens), expected, atol=2e-4, rtol=1e-4)
     # And back: what transformers writes loads here with the same values.
     model.save_pretrained(tmp_path / "theirs")
     again, section = checkpoint.read_config(tmp_path / "theirs")
@@ -134,7 +132,7 @@ def test_damaged_checkpoints_are_named(tmp_path):
     with pytest.raises(D3DError, match=r"mlp.*shape"):
         checkpoint.load_params(folder, wider, stacked=True)
     untied = dataclasses.replace(config, tie_word_embeddings=False)
-    with pytest.raises(D3DError, match=r"lm_head.weight is missing"):
+    with pytest.raises(D3DError, match=r"lm_head\.weight is missing"):
         checkpoint.load_params(folder, untied, stacked=True)
     with pytest.raises(D3DError, match="exists already"):
         checkpoint.save_model(folder, config, jax.device_get(tiny_params(config)))

@@ -112,7 +112,10 @@ def test_packed_loss_is_the_sum_of_the_examples(shift, in_block, vocab):
 
 
 def test_chunked_cross_entropy_is_the_dense_one_with_its_gradient():
-    hidden, head = jax.random.normal(jax.random.key(0), (13, 8)), jnp.eye(8)[jnp.array([0, 3, 5, 1, 7])]
+    hidden, head = (
+        jax.random.normal(jax.random.key(0), (13, 8)),
+        jnp.eye(8)[jnp.array([0, 3, 5, 1, 7])],
+    )
     labels = jnp.arange(13) % 5
     weights = jnp.linspace(0.0, 1.0, 13)
 

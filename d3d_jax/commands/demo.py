@@ -1,0 +1,124 @@
+"""`d3d demo`: the three ways of decoding side by side, with a shipped or a freshly made drafter."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+import d3d_jax
+from d3d_jax.commands.from_scratch import make_drafter
+from d3d_jax.commands.options import Demo
+from d3d_jax.commands.runtime import busy, duration, note, prompt_ids, prompt_text, start_jax
+from d3d_jax.config import Mode
+from d3d_jax.errors import D3DError
+from d3d_jax.infer import demo, demo_report
+from d3d_jax.infer.decoding import Decoder
+from d3d_jax.infer.demo_view import make_view
+from d3d_jax.infer.loading import (
+    load_drafter_role,
+    load_target,
+    model_name,
+    role_devices,
+    shipped_drafter,
+)
+from d3d_jax.models.registry import cache_dir, model_source, resolve_model
+from d3d_jax.models.tokenizer import Tokenizer
+from d3d_jax.train.responses import Prompt, read_prompts
+
+PROMPTS = Path(d3d_jax.__file__).parent / "assets" / "prompts.jsonl"
+
+
+def run(options: Demo) -> None:
+    """Finds or makes the drafter, decodes in all modes, prints the table, saves the figures."""
+    demo_report.check_writable(options.out)
+    prompts = held_out(read_prompts(PROMPTS), options.prompts)
+    texts = [prompt_text(prompt) for prompt in prompts]
+    start_jax(cpu_devices=2)
+    target_folder = resolve_model(options.target)
+    drafter_folder = _drafter_folder(options)
+    with busy(f"loading {options.target} and the drafter"):
+        target_devices, drafter_devices = role_devices("async")
+        target, tokenizer = load_target(target_folder, target_devices)
+        drafter = load_drafter_role(
+            drafter_folder,
+            target_folder,
+            tokenizer,
+            drafter_devices,
+            block_size=options.block_size,
+            rectangle=options.rectangle,
+        )
+    decoders = demo.make_decoders(target, drafter, options.max_new_tokens)
+    comparison = _compare(decoders, tokenizer, texts)
+    settings = {
+        "target": model_name(options.target),
+        "weights": _weights(target_folder),
+        "drafter": dataclasses.asdict(drafter.drafter),
+        "policy": dataclasses.asdict(drafter.policy),
+        "max_new_tokens": options.max_new_tokens,
+        "batch": 1,
+        "dtype": "float32",
+    }
+    saved = demo_report.save(options.out, comparison, settings, texts)
+    note(f"Saved {saved[0]} and {saved[1]}.")
+
+
+def _drafter_folder(options: Demo) -> Path:
+    if options.from_scratch:
+        work = options.work or cache_dir() / "demo" / model_name(options.target)
+        return make_drafter(options.target, PROMPTS, work)
+    folder = options.drafter or shipped_drafter(options.target)
+    if folder is None:
+        raise D3DError(
+            f"no drafter ships for {options.target}: name one with --drafter or make one with "
+            "--from-scratch"
+        )
+    return folder
+
+
+def _compare(
+    decoders: dict[Mode, Decoder], tokenizer: Tokenizer, texts: list[str]
+) -> demo.Comparison:
+    """Runs and shows the comparison, its table and its verdict."""
+    prompts = [prompt_ids(tokenizer, text) for text in texts]
+    for decoder in decoders.values():
+        decoder.check(prompts)
+    with busy("compiling, which is not counted in the figures"):
+        seconds = demo.warm_up(decoders, prompts)
+    note(f"Compiling and warming up took {duration(seconds)}; no figure below counts them.")
+    console = Console(highlight=False)
+    with make_view(console, tokenizer, texts) as view:
+        comparison = demo.compare(decoders, prompts, view, seconds)
+    console.print(demo_report.table(comparison))
+    for sentence in [*demo_report.differences(comparison), demo_report.verdict(comparison)]:
+        console.print(sentence, markup=False)
+    return comparison
+
+
+def _weights(folder: Path) -> str | None:
+    """What a model fetched by its short name was made from; None for a folder of the user's."""
+    return model_source(folder)["weights"] if (folder / "source.json").is_file() else None
+
+
+def held_out(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """The first `count` validation prompts, taken from each task in turn.
+
+    Raises:
+      D3DError: there are not as many.
+    """
+    tasks: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        if prompt.split == "validation":
+            tasks.setdefault(prompt.task, []).append(prompt)
+    total = sum(map(len, tasks.values()))
+    if count > total:
+        raise D3DError(f"--prompts may be at most {total}, the held-out prompts there are")
+    in_turn = [
+        group[place]
+        for place in range(max(map(len, tasks.values())))
+        for group in tasks.values()
+        if place < len(group)
+    ]
+    return in_turn[:count]

@@ -1,0 +1,296 @@
+"""The `d3d` command: instant help, whole runs on tiny models, and one clear line for bad input."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from d3d_jax import cli
+from tests.tiny_folders import BLOCK_SIZE, write_drafter, write_target
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ("jax", "flax", "orbax", "optax", "transformers", "tensorflow_datasets", "matplotlib")
+HEAVY += ("grain", "numpy", "tokenizers", "safetensors", "huggingface_hub")
+CONFIG = """
+steps: 6
+batch_rows: 2
+max_tokens: 96
+max_blocks: 16
+anchors_per_document: 4
+learning_rate: 1.0e-3
+gamma: 4.0
+eval_every: 6
+eval_documents: 2
+checkpoint_every: 3
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory):
+    """One compilation cache for all commands of this module, which start afresh each time."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """A folder with `target`, its `drafter`, `prompts.jsonl` and `config.yaml`."""
+    folder = tmp_path_factory.mktemp("models")
+    write_drafter(folder / "drafter", write_target(folder / "target"))
+    prompts = [{"turns": [f"the hello {i}"], "topic": "ab"[i % 2]} for i in range(12)]
+    lines = [
+        json.dumps({**p, "split": "validation"} if i > 8 else p) for i, p in enumerate(prompts)
+    ]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    (folder / "config.yaml").write_text(CONFIG)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def responses(models, tmp_path_factory) -> Path:
+    """What `d3d respond` made of the prompts, its dataset included."""
+    out = tmp_path_factory.mktemp("responses") / "out"
+    prompts = ["--prompts", str(models / "prompts.jsonl"), "--max-new-tokens", "16", "--batch", "6"]
+    assert (
+        cli.main(["respond", "--target", str(models / "target"), *prompts, "--out", str(out)]) == 0
+    )
+    return out
+
+
+def generate(models: Path, *args: str) -> int:
+    common = ["--target", str(models / "target"), "--drafter", str(models / "drafter")]
+    return cli.main(["generate", *common, "--max-new-tokens", "12", *args])
+
+
+def one_error(capsys, status: int) -> str:
+    """The one line a failed command prints on stderr."""
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert status == 2 and captured.out == ""
+    assert len(lines) == 1 and lines[0].startswith("error: "), captured.err
+    return lines[0]
+
+
+def test_help_of_every_command_imports_nothing_heavy():
+    program = f"""
+import sys
+from d3d_jax.cli import COMMANDS, main
+for command in ([], *([name] for name in COMMANDS)):
+    try:
+        main([*command, "--help"])
+    except SystemExit as done:
+        assert done.code == 0, command
+    heavy = [name for name in {HEAVY} if name in sys.modules]
+    assert not heavy, (command, heavy)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(f"d3d {name}" in done.stdout for name in cli.COMMANDS)
+
+
+def test_modes_say_the_same_and_json_has_the_documented_fields(models, capsys):
+    replies = {}
+    for mode in ("plain", "sync", "async"):
+        assert generate(models, "--mode", mode, "--prompt", "the hello", "--json") == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        replies[mode] = json.loads(line)
+        assert list(replies[mode]) == [
+            "prompt",
+            "text",
+            "token_ids",
+            "mode",
+            "rounds",
+            "tau",
+            "hit_rate",
+            "tokens_per_second",
+            "finish_reason",
+        ]
+        assert replies[mode]["mode"] == mode
+    assert replies["plain"]["token_ids"] == replies["sync"]["token_ids"]
+    assert replies["plain"]["token_ids"] == replies["async"]["token_ids"]
+    assert replies["plain"]["rounds"] == len(replies["plain"]["token_ids"]) - 1
+    assert replies["plain"]["hit_rate"] is None is replies["sync"]["hit_rate"]
+
+
+def test_text_is_streamed_to_stdout_and_figures_to_stderr(models, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("the héllo\n".encode())))
+    assert generate(models, "--mode", "sync", "--raw") == 0
+    streamed = capsys.readouterr()
+    assert "tokens/s" in streamed.err and "tokens/s" not in streamed.out
+    assert generate(models, "--mode", "sync", "--raw", "--prompt", "the héllo", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["text"] + "\n" == streamed.out
+
+
+def test_a_batch_answers_every_prompt_in_order(models, capsys):
+    file = ["--prompts-file", str(models / "prompts.jsonl")]
+    assert generate(models, "--mode", "async", *file, "--batch", "5", "--json") == 0
+    replies = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [reply["prompt"] for reply in replies] == [f"the hello {i}" for i in range(12)]
+    assert generate(models, "--mode", "plain", "--prompt", "the hello 11", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == replies[11]["token_ids"]
+
+
+def test_respond_init_train_evaluate(models, responses, tmp_path, capsys):
+    target, data = ["--target", str(models / "target")], ["--data", str(responses / "dataset")]
+    again = ["--prompts", str(models / "prompts.jsonl"), "--max-new-tokens", "16"]
+    made = {p: p.stat().st_mtime_ns for p in responses.rglob("*")}
+    assert cli.main(["respond", *target, *again, "--out", str(responses)]) == 0
+    assert {p: p.stat().st_mtime_ns for p in responses.rglob("*")} == made, "it was all there"
+
+    first, run = tmp_path / "first", tmp_path / "run"
+    vocab = ["--draft-vocab-size", "40", "--vocab-from", str(responses / "dataset")]
+    source = ["--from", str(models / "target"), "--block-size", "4", "--layers", "1"]
+    assert cli.main(["init-drafter", *source, *target, *vocab, "--out", str(first)]) == 0
+    config = json.loads((first / "config.json").read_text())["d3d"]
+    assert config["draft_vocab_size"] == 40 and config["source_layers"] == [1]
+    assert config["shares"] == ["embed", "head"]
+
+    settings = ["--config", str(models / "config.yaml"), "--drafter", str(first), "steps=4"]
+    assert cli.main(["train", *target, *data, *settings, "--out", str(run)]) == 0
+    capsys.readouterr()
+    drafter = ["--drafter", str(run / "drafter")]
+    assert cli.main(["evaluate", *target, *data, *drafter, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["documents"] == 3 and set(figures["tasks"]) == {"a", "b"}
+    assert 1.0 <= figures["tau"] <= BLOCK_SIZE and len(figures["reached"]) == BLOCK_SIZE - 1
+    assert cli.main(["evaluate", *target, *data, *drafter]) == 0
+    assert "pooled over 3 validation responses" in capsys.readouterr().out
+
+
+def test_imported_responses_become_a_dataset(models, tmp_path, capsys):
+    records = [{"prompt_ids": [5, 6], "response_ids": [7, 8, 2]} for _ in range(10)]
+    file = tmp_path / "made.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)))
+    args = ["--target", str(models / "target"), "--import-from", str(file)]
+    assert cli.main(["respond", *args, "--out", str(tmp_path / "out")]) == 0
+    assert "9 responses to train on, 1 held out" in " ".join(capsys.readouterr().err.split())
+
+
+def test_demo_compares_the_modes_and_saves_the_figures(models, tmp_path, capsys):
+    roles = ["--target", str(models / "target"), "--drafter", str(models / "drafter")]
+    size = ["--prompts", "2", "--max-new-tokens", "8"]
+    assert cli.main(["demo", *roles, *size, "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "speedup" in printed and "a token against" in printed
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["demo.json", "demo.png"]
+    record = json.loads((tmp_path / "out/demo.json").read_text())
+    assert len(record["prompts"]) == 2 and record["modes"]["sync"]["differences"] == []
+
+
+BAD_GENERATE = {
+    "unknown model": (["--target", "nonesuch"], "no model 'nonesuch'"),
+    "missing prompt file": (["--prompts-file", "nonesuch.jsonl"], "nonesuch.jsonl"),
+    "two prompts": (["--prompt", "a", "--prompts-file", "b"], "either"),
+    "batch of none": (["--batch", "0"], "--batch must be at least 1"),
+    "no tokens": (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+    "block too large": (["--block-size", "5"], "block size 5 is above the 4"),
+    "rectangle too large": (["--rectangle", "5", "1"], "C = 5"),
+    "longer than the model": (["--max-length", "513"], "above the model's limit of 512"),
+    "prompt too long": (["--max-length", "8"], "prompt 0 has"),
+    "not a drafter": (["--drafter", "TARGET"], "is not a drafter"),
+    "no such drafter": (["--drafter", "nonesuch"], "it has no config.json"),
+    "system without template": (["--raw", "--system", "a"], "--system"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_GENERATE)
+def test_generate_refuses(case, models, capsys):
+    args, said = BAD_GENERATE[case]
+    args = [str(models / "target") if arg == "TARGET" else arg for arg in args]
+    prompt = [] if "--prompts-file" in args else ["--prompt", "the hello"]
+    assert said in one_error(capsys, generate(models, *prompt, *args))
+
+
+def test_a_damaged_drafter_is_refused(models, tmp_path, capsys):
+    shutil.copytree(models / "drafter", tmp_path / "cut")
+    weights = tmp_path / "cut/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    status = generate(models, "--prompt", "a", "--drafter", str(tmp_path / "cut"))
+    assert "damaged or truncated" in one_error(capsys, status)
+
+
+def test_a_drafter_of_another_tokenizer_is_refused(models, responses, tmp_path, capsys):
+    other = tmp_path / "other"
+    write_drafter(other, models / "target", tokenizer_fingerprint="f" * 64)
+    status = generate(models, "--prompt", "a", "--drafter", str(other))
+    assert "another target or tokenizer" in one_error(capsys, status)
+    data = ["--data", str(responses / "dataset"), "--target", str(models / "target")]
+    status = cli.main(["evaluate", *data, "--drafter", str(other)])
+    assert "another target or tokenizer" in one_error(capsys, status)
+
+
+def test_data_of_another_target_is_refused(models, responses, tmp_path, capsys):
+    other = tmp_path / "other"
+    write_drafter(other, models / "target", target="another")
+    data = ["--data", str(responses / "dataset"), "--target", str(models / "target")]
+    settings = ["--config", str(models / "config.yaml"), "--out", str(tmp_path / "run")]
+    status = cli.main(["train", *data, "--drafter", str(other), *settings])
+    assert "the drafter was made for another" in one_error(capsys, status)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_any_work(
+    models, responses, tmp_path, capsys
+):
+    (tmp_path / "file").touch()
+    out = ["--target", str(models / "target"), "--out", str(tmp_path / "file/out")]
+    drafter = ["--drafter", str(models / "drafter")]
+    data = ["--data", str(responses / "dataset"), "--config", str(models / "config.yaml")]
+    for command in (
+        ["respond", "--prompts", str(models / "prompts.jsonl")],
+        ["init-drafter", "--from", str(models / "target")],
+        ["train", *data, *drafter],
+        ["demo", *drafter],
+    ):
+        assert "file" in one_error(capsys, cli.main([*command, *out]))
+
+
+def test_options_that_do_not_exist_exit_with_2_and_no_traceback(capsys):
+    for args in (["generate", "--nonesuch"], ["nonesuch"], [], ["generate", "--mode", "best"]):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(args)
+        assert stopped.value.code == 2
+        assert "Traceback" not in capsys.readouterr().err
+
+
+def test_ctrl_c_and_a_closed_pipe_are_quiet():
+    program = """
+import sys, types
+from d3d_jax import cli
+from d3d_jax.commands import options
+stub = types.ModuleType("stub")
+sys.modules["stub"] = stub
+cli.COMMANDS["demo"] = (options.Demo, "stub")
+def interrupted(options):
+    raise KeyboardInterrupt
+def endless(options):
+    while True:
+        print("text", flush=True)
+stub.run = {"interrupt": interrupted, "pipe": endless}[sys.argv[1]]
+sys.exit(cli.main(["demo"]))
+"""
+    for how, status, said in (("interrupt", 130, "interrupted\n"), ("pipe", 141, "")):
+        child = subprocess.Popen(
+            [sys.executable, "-c", program, how],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.close()
+        assert child.wait(timeout=60) == status
+        assert child.stderr.read() == said
+        child.stderr.close()
