@@ -6,10 +6,13 @@ take is in `commands.options`; what they do is in the module of `commands` named
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import tyro
@@ -36,10 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     read the output went away. Errors in the options themselves exit with 2 from inside tyro.
     """
     try:
-        chosen = _parse(argv)
-        module = next(module for kind, module in COMMANDS.values() if isinstance(chosen, kind))
-        importlib.import_module(module).run(chosen)
-        sys.stdout.flush()
+        with _interrupts_kept():
+            chosen = _parse(argv)
+            module = next(module for kind, module in COMMANDS.values() if isinstance(chosen, kind))
+            importlib.import_module(module).run(chosen)
+            sys.stdout.flush()
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
@@ -72,6 +76,27 @@ def _parse(argv: Sequence[str] | None) -> Any:
             tyro.conf.DisallowNone,
         ),
     )
+
+
+@contextlib.contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Delivers a Ctrl-C again that hit a destructor or JAX's hook of the garbage collector.
+
+    Python reports an exception there with a traceback and drops it: the program would run on.
+    """
+    report = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if unraisable.exc_type is KeyboardInterrupt:
+            threading.Timer(0.01, _thread.interrupt_main).start()
+        else:
+            report(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
 
 
 def _say(sentence: str) -> None:

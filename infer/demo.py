@@ -135,7 +135,9 @@ def compare(
             run = Run(decoders[mode].replies[0], decoders[mode].timing.decode)
             runs[mode].append(run)
             watcher.end(mode, run)
-    summaries = {mode: _summary(target, prompts, runs["plain"], runs[mode]) for mode in MODES}
+    summaries: dict[Mode, Summary] = {
+        mode: _summary(target, prompts, runs["plain"], runs[mode]) for mode in MODES
+    }
     return Comparison(runs, summaries, times, share_hardware(target, drafter), warm_up_seconds)
 
 

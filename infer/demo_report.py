@@ -47,9 +47,9 @@ def round_seconds(parts: Parts, shared: bool) -> float:
 
 def table(comparison: Comparison) -> Table:
     """The modes side by side; it fits in 80 columns."""
-    notes = "± half the interquartile range over prompts; T_d of async is what a miss adds"
+    notes = "Times in ms, T_d of async for a miss; ± half the interquartile range over prompts"
     out = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), caption=notes, caption_justify="left")
-    for name in ("mode", "τ", "hit rate", "T_v ms", "T_d ms", "T_p ms"):
+    for name in ("mode", "τ", "hit rate", "T_v", "T_d", "T_p"):
         out.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     for name in ("tokens/s", "speedup", "identical"):
         out.add_column(name, justify="right", no_wrap=True)

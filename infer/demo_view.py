@@ -117,7 +117,8 @@ class Panes:
             panes.add_column(ratio=1)
         panes.add_row(*(self._pane(mode) for mode in MODES))
         number = f"prompt {self._prompt + 1} of {len(self._texts)}"
-        prompt = Text(self._texts[self._prompt], overflow="ellipsis", no_wrap=True)
+        line = " ".join(self._texts[self._prompt].split())
+        prompt = Text(line, overflow="ellipsis", no_wrap=True)
         self._live.update(Group(Panel(prompt, title=number, title_align="left"), panes))
         self._live.refresh()
         self._drawn = time.perf_counter()

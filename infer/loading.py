@@ -23,9 +23,11 @@ from d3d_jax.models.tokenizer import Tokenizer
 
 # (C, F) of the branches where the caller names none; C never above the block size.
 DEFAULT_RECTANGLE = (4, 1)
+# jax.Device objects; type checkers take that name for a variable.
+Devices = list[Any]
 
 
-def role_devices(mode: Mode) -> tuple[list[jax.Device], list[jax.Device]]:
+def role_devices(mode: Mode) -> tuple[Devices, Devices]:
     """The devices of the target and of the drafter.
 
     Each has its own where there are two; the second is only needed to draft.
@@ -53,7 +55,7 @@ def model_name(name_or_path: str) -> str:
 
 
 def load_target(
-    name_or_path: str | Path, devices: list[jax.Device], dtype: Any = jnp.float32
+    name_or_path: str | Path, devices: Devices, dtype: Any = jnp.float32
 ) -> tuple[Target, Tokenizer]:
     """The target on its devices, and its tokenizer.
 
@@ -84,7 +86,7 @@ def load_drafter_role(
     folder: Path,
     target_folder: Path,
     tokenizer: Tokenizer,
-    devices: list[jax.Device],
+    devices: Devices,
     *,
     block_size: int | None = None,
     rectangle: tuple[int, int] | None = None,

@@ -12,6 +12,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from d3d_jax import cli
+from d3d_jax.commands import demo, from_scratch
+from d3d_jax.train.responses import read_prompts
 from tests.tiny_folders import BLOCK_SIZE, write_drafter, write_target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -189,6 +191,32 @@ def test_demo_compares_the_modes_and_saves_the_figures(models, tmp_path, capsys)
     assert len(record["prompts"]) == 2 and record["modes"]["sync"]["differences"] == []
 
 
+@pytest.mark.slow
+def test_demo_from_scratch_makes_its_own_drafter_and_resumes(models, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "PROMPTS", models / "prompts.jsonl")
+    monkeypatch.setattr(from_scratch, "CONFIG", str(models / "config.yaml"))
+    monkeypatch.setattr(from_scratch, "BLOCK_SIZE", BLOCK_SIZE)
+    work, out = tmp_path / "work", tmp_path / "out"
+    size = ["--prompts", "2", "--max-new-tokens", "8", "--out", str(out), "--work", str(work)]
+    args = ["demo", "--from-scratch", "--target", str(models / "target"), *size]
+    assert cli.main(args) == 0
+    printed = capsys.readouterr()
+    assert "pooled over 3 validation responses" in printed.out and "speedup" in printed.out
+    assert "training 6/6" in printed.err
+    made = {p: p.stat().st_mtime_ns for p in work.rglob("*.safetensors")}
+    made |= {p: p.stat().st_mtime_ns for p in (work / "responses").rglob("*")}
+    again = from_scratch.make_drafter(str(models / "target"), models / "prompts.jsonl", work)
+    assert again == work / "run/drafter"
+    assert {p: p.stat().st_mtime_ns for p in made} == made
+    assert "training 6/6" not in capsys.readouterr().err
+
+
+def test_demo_prompts_are_held_out_and_of_every_topic():
+    chosen = demo.held_out(read_prompts(demo.PROMPTS), 6)
+    assert {prompt.split for prompt in chosen} == {"validation"}
+    assert sorted(prompt.task for prompt in chosen) == sorted(["code", "general", "math"] * 2)
+
+
 BAD_GENERATE = {
     "unknown model": (["--target", "nonesuch"], "no model 'nonesuch'"),
     "missing prompt file": (["--prompts-file", "nonesuch.jsonl"], "nonesuch.jsonl"),
@@ -269,19 +297,30 @@ def test_ctrl_c_and_a_closed_pipe_are_quiet():
     program = """
 import sys, types
 from d3d_jax import cli
+from d3d_jax.commands import demo, from_scratch
+from d3d_jax.train.responses import read_prompts
 from d3d_jax.commands import options
 stub = types.ModuleType("stub")
 sys.modules["stub"] = stub
 cli.COMMANDS["demo"] = (options.Demo, "stub")
 def interrupted(options):
     raise KeyboardInterrupt
+class Unlucky:
+    def __del__(self):
+        raise KeyboardInterrupt
+def dropped(options):
+    Unlucky()
+    while True:
+        pass
 def endless(options):
     while True:
         print("text", flush=True)
-stub.run = {"interrupt": interrupted, "pipe": endless}[sys.argv[1]]
+stub.run = {"interrupt": interrupted, "dropped": dropped, "pipe": endless}[sys.argv[1]]
 sys.exit(cli.main(["demo"]))
 """
-    for how, status, said in (("interrupt", 130, "interrupted\n"), ("pipe", 141, "")):
+    interrupted = (130, "interrupted\n")
+    cases = {"interrupt": interrupted, "dropped": interrupted, "pipe": (141, "")}
+    for how, (status, said) in cases.items():
         child = subprocess.Popen(
             [sys.executable, "-c", program, how],
             cwd=ROOT,

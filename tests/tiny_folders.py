@@ -32,14 +32,14 @@ def write_target(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def write_drafter(folder: Path, target: Path, **changes) -> Path:
+def write_drafter(folder: Path, source: Path, **changes) -> Path:
     """A drafter of the last layer of a `write_target` folder, sharing its embedding."""
-    config, _ = checkpoint.read_config(target)
-    params = checkpoint.load_params(target, config, stacked=True)
-    tokenizer = Tokenizer.from_folder(target)
+    config, _ = checkpoint.read_config(source)
+    params = checkpoint.load_params(source, config, stacked=True)
+    tokenizer = Tokenizer.from_folder(source)
     fields = {
         "block_size": BLOCK_SIZE,
-        "target": target.name,
+        "target": source.name,
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "template_fingerprint": tokenizer.template_fingerprint,
     }

@@ -3,8 +3,8 @@
     Σ w_i · CE(block rows) / Σ w  +  λ · Σ CE(clean response rows) / count
 
 where w_i = exp(−(i − 1) / γ) and i is the predicted offset from the anchor (D3D paper, training
-section; γ as in DFlash). The denominators are those of the whole batch, so micro-batches and devices
-only add. Pure functions.
+section; γ as in DFlash). The denominators are those of the whole batch, so that micro-batches and
+devices only add. Pure functions.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class Trainer:
     validation: ResponseDataset
     run: Path
     report: Report = lambda metrics: None
-    devices: list[jax.Device] | None = None
+    devices: list[Any] | None = None
 
     def __post_init__(self) -> None:
         devices = self.devices or jax.devices()

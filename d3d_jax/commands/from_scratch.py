@@ -66,5 +66,5 @@ def make_drafter(target: str, prompts: Path, work: Path) -> Path:
     note("4 of 4: its acceptance length on held-out prompts, without running the target")
     trained, params = load_checked(exported, target)
     print_figures(measure(trained, params, open_dataset(data, "validation")))
-    note(f"From scratch to a trained drafter in {duration(time.perf_counter() - began)}.")
+    note(f"The drafter is ready; this run took {duration(time.perf_counter() - began)} to here.")
     return exported

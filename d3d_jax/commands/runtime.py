@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import jax
 from rich.console import Console
@@ -34,11 +34,18 @@ def start_jax(cpu_devices: int = 1) -> None:
     Args:
       cpu_devices: on CPU, how many to make: decoding with a drafter gives each role its own.
     """
-    if jax.config.jax_num_cpu_devices < 0:
-        jax.config.update("jax_num_cpu_devices", cpu_devices)
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    config: Any = jax.config  # its settings are attributes that type checkers do not know
+    if config.jax_num_cpu_devices < 0:
+        config.update("jax_num_cpu_devices", cpu_devices)
+    if config.jax_compilation_cache_dir is None:
+        folder = cache_dir() / "xla"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            note(f"Compiled programs are not kept: cannot make {folder} ({error.strerror}).")
+            return
+        config.update("jax_compilation_cache_dir", str(folder))
+        config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def note(sentence: str) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from d3d_jax.commands.evaluate import check_data, load_checked
 from d3d_jax.commands.options import Train
 from d3d_jax.commands.runtime import Bar, note, start_jax
 from d3d_jax.drafter import Drafter, Params
+from d3d_jax.infer.loading import Devices
 from d3d_jax.train.config import TrainConfig, load_config
 from d3d_jax.train.dataset import open_dataset
 from d3d_jax.train.trainer import Trainer
@@ -31,7 +30,7 @@ def train(
     config: TrainConfig,
     data: Path,
     out: Path,
-    devices: list[jax.Device] | None = None,
+    devices: Devices | None = None,
 ) -> Path:
     """Trains with a progress bar; continues the run that `out` holds.
 

@@ -143,7 +143,7 @@ def test_damaged_checkpoints_are_named(tmp_path):
     weights.unlink()
     with pytest.raises(D3DError, match="is missing"):
         checkpoint.load_params(folder, config, stacked=True)
-    with pytest.raises(D3DError, match="no config.json"):
+    with pytest.raises(D3DError, match=r"no config\.json"):
         checkpoint.read_config(tmp_path)
 
 

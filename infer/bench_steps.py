@@ -1,0 +1,172 @@
+"""Benchmark of the decoding floor: `python -m d3d_jax.infer.bench_steps --out FILE.json`.
+
+Measures, in one run on this machine: how fast memory can be streamed, a step of plain decoding and
+a verification of 16 rows, how the step's time grows with the tokens cached, the host's own time per
+round, recompilations, and greedy `generate` of transformers + torch on the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from d3d_jax.config import DecodeConfig
+from d3d_jax.infer.decoding import Decoder
+from d3d_jax.infer.loading import (
+    load_drafter_role,
+    load_target,
+    role_devices,
+    shipped_drafter,
+)
+from d3d_jax.infer.measure import Spread
+from d3d_jax.infer.roles import Target, pad_prompts
+from d3d_jax.models.registry import resolve_model
+
+PROMPT = "Explain in a few sentences why the sky is blue and why sunsets are red."
+
+
+def times(step: Callable[[], Any], repeats: int = 20, warm_up: int = 2) -> Spread:
+    """Seconds of a step, waited for each time."""
+    seconds = []
+    for _ in range(warm_up + repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(step())
+        seconds.append(time.perf_counter() - began)
+    return Spread.of(seconds[warm_up:])
+
+
+def streaming_rate() -> Spread:
+    """Bytes per second of a float32 matrix-vector product far larger than the caches."""
+    matrix, vector = jnp.ones((49152, 2048)), jnp.ones((2048,))
+    product = jax.jit(lambda m, v: m @ v)
+    measured = times(lambda: product(matrix, vector), 10)
+    size = matrix.size * 4
+    return Spread(size / measured.median, size / measured.median * measured.iqr / measured.median)
+
+
+def step_times(target: Target, prompt: list[int], rows: int, cached: int) -> Spread:
+    """A verification of `rows` rows (1: a plain step) with about `cached` tokens in the cache."""
+    ids = (prompt * (cached // len(prompt) + 1))[:cached]
+    tokens, lengths = pad_prompts([ids])
+    limits = np.full((1,), 2**30, np.int32)
+    _, state = target.prefill(tokens, lengths, limits, cached + 64)
+    block = target.put(np.zeros((1, rows), np.int32))
+
+    def step() -> jax.Array:
+        nonlocal state
+        report, state = target.verify(state, block)
+        return report
+
+    return times(step)
+
+
+def decode(decoder: Decoder, prompt: list[int]) -> dict[str, Any]:
+    """Tokens per second of a whole reply, and the host's milliseconds per round."""
+    decoder.generate([prompt])
+    before = decoder.target._verify._cache_size()
+    reply = decoder.generate([prompt])[0]
+    timing = decoder.timing
+    return {
+        "tokens_per_second": (len(reply.token_ids) - 1) / timing.decode,
+        "host_ms_per_round": 1e3 * timing.host / timing.rounds,
+        "recompilations": decoder.target._verify._cache_size() - before,
+        "tau": reply.tau,
+        "token_ids": reply.token_ids,
+    }
+
+
+def torch_generate(folder: Path, prompt: list[int], count: int) -> tuple[float, list[int]]:
+    """Tokens per second of transformers' greedy generate, its first token left out."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32)
+    ids = torch.tensor([prompt])
+
+    def run(new: int) -> tuple[float, list[int]]:
+        began = time.perf_counter()
+        with torch.no_grad():
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                min_new_tokens=new,
+                max_new_tokens=new,
+            )
+        return time.perf_counter() - began, output[0, len(prompt) :].tolist()
+
+    run(4)
+    first, _ = run(1)
+    whole, tokens = run(count)
+    return (count - 1) / (whole - first), tokens
+
+
+def main() -> None:
+    """Runs everything and writes one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--out", type=Path, default=Path("bench-steps.json"))
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3, help="alternations of ours and torch")
+    args = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 2)
+    folder = resolve_model(args.model)
+    target_devices, drafter_devices = role_devices("async")
+    target, tokenizer = load_target(folder, target_devices)
+    prompt = tokenizer.chat([{"role": "user", "content": PROMPT}])
+    weights = sum(x.nbytes for x in jax.tree.leaves(target.params))
+    result: dict[str, Any] = {"weights_bytes": weights}
+    bound, plain = [], []
+    for _ in range(args.rounds):
+        rate = streaming_rate()
+        bound.append(weights / rate.median)
+        plain.append(step_times(target, prompt, 1, 100).median)
+    result["streaming_bound_ms"] = 1e3 * float(np.median(bound))
+    result["plain_step_ms"] = 1e3 * float(np.median(plain))
+    result["share_of_bound"] = [round(b / p, 3) for b, p in zip(bound, plain, strict=True)]
+    for rows, cached in [(1, 100), (2, 100), (4, 100), (8, 100), (16, 100), (1, 1000)]:
+        spread = step_times(target, prompt, rows, cached)
+        result[f"rows_{rows}_cached_{cached}_ms"] = [1e3 * spread.median, 1e3 * spread.iqr]
+    result["decode"] = {}
+    home = shipped_drafter(args.model)
+    modes = ("plain",) if home is None else ("plain", "sync", "async")
+    for mode in modes:
+        drafter = None
+        if mode != "plain" and home is not None:
+            drafter = load_drafter_role(home, folder, tokenizer, drafter_devices)
+        decoder = Decoder(target, drafter, DecodeConfig(mode=mode, max_new_tokens=args.tokens))
+        figures = decode(decoder, prompt)
+        figures.pop("token_ids")
+        result["decode"][mode] = figures
+    decoder = Decoder(target, None, DecodeConfig(mode="plain", max_new_tokens=args.tokens))
+    ours, theirs = [], []
+    for _ in range(args.rounds):
+        ours.append(decode(decoder, prompt)["tokens_per_second"])
+        theirs.append(torch_generate(folder, prompt, args.tokens)[0])
+    result["plain_tokens_per_second"] = ours
+    result["torch_tokens_per_second"] = theirs
+    result["speedup_over_torch"] = float(np.median(ours) / np.median(theirs))
+    result |= {
+        "jax": jax.__version__,
+        "platform": jax.devices()[0].platform,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+    partial = args.out.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=2) + "\n")
+    os.replace(partial, args.out)
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
