@@ -1,13 +1,16 @@
 """Verification rules: what the target's choices make of a block. Pure functions of small arrays.
 
-A round's outcome leaves the target as one int32 array, the *report* [B, W + 1]: how many tokens the
-row emits, then those tokens (−1 beyond them). It is all that the drafter and the host ever read.
+A round's outcome leaves the target as one int32 array, the *report* [B, W + 2]: how many tokens the
+row emits (`COUNT`), whether it goes on after them (`ACTIVE`), and from `TOKENS` on those tokens, −1
+beyond them. It is all that the drafter and the host ever read.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+
+COUNT, ACTIVE, TOKENS = 0, 1, 2
 
 
 def accepted_length(drafts: jax.Array, choices: jax.Array) -> jax.Array:
@@ -44,7 +47,7 @@ def emit(
       stop_ids: [any] int32.
 
     Returns:
-      The report [B, W + 1], the new `active` and the new `remaining`.
+      The report [B, W + 2], the new `active` and the new `remaining`.
     """
     width = choices.shape[1]
     offset = jnp.arange(width)
@@ -54,11 +57,13 @@ def emit(
     count = jnp.where(active, jnp.minimum(count, first_stop + 1), 0)
     remaining = remaining - count
     tokens = jnp.where(offset < count[:, None], choices, -1)
-    report = jnp.concatenate([count[:, None], tokens], axis=1).astype(jnp.int32)
-    return report, active & (first_stop == width) & (remaining > 0), remaining
+    active = active & (first_stop == width) & (remaining > 0)
+    report = jnp.concatenate([count[:, None], active[:, None], tokens], axis=1)
+    return report.astype(jnp.int32), active, remaining
 
 
 def last_token(report: jax.Array) -> jax.Array:
     """The last token a report emits [B], the next anchor; 0 for a row that emits nothing."""
-    count = report[:, :1]
-    return jnp.maximum(jnp.take_along_axis(report, count, axis=1)[:, 0] * (count[:, 0] > 0), 0)
+    count = report[:, COUNT]
+    at = TOKENS + jnp.maximum(count - 1, 0)
+    return jnp.maximum(jnp.take_along_axis(report, at[:, None], axis=1)[:, 0], 0)

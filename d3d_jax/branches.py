@@ -72,11 +72,11 @@ class Rectangle:
         else:
             # Nothing predicts the bonus: anchor at the last draft, whose first mask will.
             full, full_offset = block[:, -1:], width - 1
-        offsets = jnp.append(offsets, full_offset).astype(jnp.int32)
+        rows = (batch, self.num_branches)
         return Branches(
             jnp.concatenate([others, full], axis=1),
-            jnp.broadcast_to(offsets, (batch, self.num_branches)),
-            jnp.append(offsets[:-1], width).astype(jnp.int32),
+            jnp.broadcast_to(jnp.append(offsets, full_offset).astype(jnp.int32), rows),
+            jnp.broadcast_to(jnp.append(offsets, width).astype(jnp.int32), rows),
         )
 
 
@@ -87,21 +87,24 @@ class Branches:
     Attributes:
       anchors: [B, N] the token each branch's block starts with.
       offsets: [B, N] where that anchor stands, relative to the block's own anchor.
-      outcome: [N] the k each branch is for (at shift 0 the last one's anchor stands at k − 1).
+      outcome: [B, N] the k each branch is for.
     """
 
     anchors: jax.Array
     offsets: jax.Array
     outcome: jax.Array
 
-    def find(self, config: DrafterConfig, count: jax.Array, token: jax.Array):
+    @property
+    def early(self) -> jax.Array:
+        """[B, N] branches anchored before the outcome's token, which their first draft must be."""
+        return self.offsets < self.outcome
+
+    def find(self, count: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Which branch answers the outcome (count, token) of each row.
 
         Returns:
-          The branch's index [B] and whether there is one [B]. At shift 0 the last branch does not
-          say which bonus it is for, so it matches any; its first draft decides.
+          The branch's index [B] and whether there is one [B]. An early branch does not say which
+          token it is for, so it matches any.
         """
-        same = (self.outcome == count[:, None]) & (self.anchors == token[:, None])
-        if config.label_shift == 0:
-            same = same.at[:, -1].set(self.outcome[-1] == count)
+        same = (self.outcome == count[:, None]) & (self.early | (self.anchors == token[:, None]))
         return jnp.argmax(same, axis=1), jnp.any(same, axis=1)

@@ -60,8 +60,11 @@ class ModelConfig:
             )
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type in ("int", "float") and value <= 0:
-                raise D3DError(f"config field {field.name} must be positive, found {value}")
+            kinds = {"int": (int,), "float": (int, float)}.get(str(field.type))
+            if kinds and (not isinstance(value, kinds) or isinstance(value, bool) or value <= 0):
+                raise D3DError(
+                    f"config field {field.name} must be a positive {field.type}, found {value!r}"
+                )
         if self.num_attention_heads % self.num_key_value_heads:
             raise D3DError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -98,6 +101,8 @@ class ModelConfig:
                 raise D3DError(f"config.json: field {name!r} is missing")
             values[name] = config[name]
         heads = values["num_attention_heads"]
+        if not isinstance(heads, int) or heads < 1:
+            raise D3DError(f"config field num_attention_heads must be positive, found {heads!r}")
         # Absent in Llama configs by that format's own rule: as many kv heads as heads, D = N·H.
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or values["hidden_size"] // heads
@@ -133,7 +138,7 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     theta = config.get("rope_theta", nested.get("rope_theta"))
     if theta is None:
         raise D3DError("config.json: field 'rope_theta' is missing")
-    return float(theta)
+    return theta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +177,8 @@ class DrafterConfig:
             raise D3DError(f"label_shift must be 0 or 1, found {self.label_shift}")
         if self.in_block not in ("bidirectional", "causal"):
             raise D3DError(f"in_block must be bidirectional or causal, found {self.in_block!r}")
+        if self.draft_vocab_size is not None and "head" not in self.shares:
+            raise D3DError("a draft vocabulary selects rows of the target's head: share 'head' too")
         unknown = set(self.shares) - {"embed", "head"}
         if unknown:
             raise D3DError(f"shares may name embed and head, found {sorted(unknown)}")
@@ -200,16 +207,11 @@ class DecodeConfig:
     Attributes:
       mode: plain (target alone), sync (draft, then verify) or async (draft while verifying).
       max_new_tokens: limit of tokens generated per prompt.
-      block_size: W of a round; None takes the drafter's own.
-      rectangle: (C, F) of the branches prepared in async mode (paper, section on asynchronous
-        drafting): rejection at each of the first C − 1 positions × F anchors, and full acceptance.
       max_length: longest sequence (prompt and reply) a cache may grow to; None: the model's limit.
     """
 
     mode: Mode = "async"
     max_new_tokens: int = 256
-    block_size: int | None = None
-    rectangle: tuple[int, int] = (4, 1)
     max_length: int | None = None
 
     def __post_init__(self) -> None:
@@ -217,8 +219,3 @@ class DecodeConfig:
             raise D3DError(f"mode must be plain, sync or async, found {self.mode!r}")
         if self.max_new_tokens < 1:
             raise D3DError(f"max_new_tokens must be at least 1, found {self.max_new_tokens}")
-        if self.block_size is not None and self.block_size < 2:
-            raise D3DError(f"block_size must be at least 2, found {self.block_size}")
-        outcomes, fan_out = self.rectangle
-        if outcomes < 1 or fan_out < 1:
-            raise D3DError(f"rectangle (C, F) must be at least (1, 1), found {self.rectangle}")

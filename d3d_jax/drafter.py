@@ -19,8 +19,6 @@ from d3d_jax.errors import D3DError
 from d3d_jax.models import checkpoint, decoder
 
 Params = dict[str, Any]
-# Leaves that are the target's and stay as they are.
-FROZEN = ("embed", "head", "draft_vocab")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +27,10 @@ class Drafter:
 
     model: ModelConfig
     drafter: DrafterConfig
+
+    def frozen(self, params: Params) -> set[str]:
+        """The top-level parameters that stay as they are: the target's, and ids."""
+        return {*self.drafter.shares, "draft_vocab"} & set(params)
 
 
 def load_drafter(
@@ -45,28 +47,43 @@ def load_drafter(
     params = checkpoint.load_params(
         folder, model, stacked=stacked, dtype=dtype, shares=config.shares
     )
-    target, _ = checkpoint.read_config(target_folder)
+    if "mask" not in params:
+        raise D3DError(f"{folder}: tensor {checkpoint.MASK_KEY} is missing")
     if config.shares:
-        if (target.vocab_size, target.hidden_size) != (model.vocab_size, model.hidden_size):
-            raise D3DError(
-                f"drafter {folder} shares the embedding of a target with vocabulary and width "
-                f"({model.vocab_size}, {model.hidden_size}); the target given has "
-                f"({target.vocab_size}, {target.hidden_size})"
-            )
-        shared = checkpoint.load_params(
-            target_folder, target, stacked=False, layers=(), dtype=dtype
-        )
-        params["embed"] = shared["embed"]
-        if "head" in shared:
-            params["head"] = shared["head"]
+        params |= _shared(folder, model, config, target_folder, dtype)
+    _check_draft_vocab(folder, model, config, params)
     if "draft_vocab" in params:
-        if len(params["draft_vocab"]) != config.draft_vocab_size:
-            raise D3DError(
-                f"{folder}: draft_vocab has {len(params['draft_vocab'])} entries, "
-                f"config.json says {config.draft_vocab_size}"
-            )
-        params["head"] = params.get("head", params["embed"])[params["draft_vocab"]]
+        params["head"] = decoder.head_weight(params)[params["draft_vocab"]]
     return Drafter(model, config), params
+
+
+def _shared(
+    folder: Path, model: ModelConfig, config: DrafterConfig, target_folder: Path, dtype: Any
+) -> Params:
+    """What the drafter takes from its target; a tied target has no head of its own."""
+    target, _ = checkpoint.read_config(target_folder)
+    if (target.vocab_size, target.hidden_size) != (model.vocab_size, model.hidden_size):
+        raise D3DError(
+            f"drafter {folder} shares the embedding of a target with vocabulary and width "
+            f"({model.vocab_size}, {model.hidden_size}); the target given has "
+            f"({target.vocab_size}, {target.hidden_size})"
+        )
+    params = checkpoint.load_params(target_folder, target, stacked=False, layers=(), dtype=dtype)
+    return {name: params[name] for name in config.shares if name in params}
+
+
+def _check_draft_vocab(
+    folder: Path, model: ModelConfig, config: DrafterConfig, params: Params
+) -> None:
+    ids = params.get("draft_vocab")
+    size = None if ids is None else len(ids)
+    if size != config.draft_vocab_size:
+        raise D3DError(
+            f"{folder}: config.json says a draft vocabulary of {config.draft_vocab_size} tokens, "
+            f"the weights hold {size}"
+        )
+    if ids is not None and not (0 <= ids.min() and ids.max() < model.vocab_size):
+        raise D3DError(f"{folder}: the draft vocabulary has ids outside 0..{model.vocab_size - 1}")
 
 
 def init_drafter(
@@ -99,7 +116,7 @@ def init_drafter(
     params["mask"] = params["embed"][config.mask_token_id].copy()
     if draft_vocab is not None:
         params["draft_vocab"] = draft_vocab.astype(np.int32)
-        params["head"] = params.get("head", params["embed"])[draft_vocab]
+        params["head"] = decoder.head_weight(params)[draft_vocab]
     model = dataclasses.replace(model, num_hidden_layers=len(config.source_layers))
     return Drafter(model, config), params
 
@@ -113,10 +130,7 @@ def save_drafter(
     extra_files: dict[str, str | bytes] | None = None,
 ) -> None:
     """Writes a drafter's folder (stacked parameters), without what it shares with its target."""
-    shared = set(drafter.drafter.shares)
-    if "draft_vocab" in params:
-        shared.add("head")  # rows of the target's head, rebuilt from draft_vocab at load time
-    own = {name: leaf for name, leaf in params.items() if name not in shared}
+    own = {name: leaf for name, leaf in params.items() if name not in drafter.drafter.shares}
     checkpoint.save_model(
         folder, drafter.model, own, drafter=drafter.drafter, dtype=dtype, extra_files=extra_files
     )

@@ -16,12 +16,13 @@ from typing import Literal
 import jax
 import numpy as np
 
+from d3d_jax import acceptance
 from d3d_jax.config import DecodeConfig
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.roles import DrafterRole, DraftState, Target, TargetState, pad_prompts
 
-# Rounds dispatched before the oldest is read: the device always has one waiting.
-IN_FLIGHT = 2
+# Rounds dispatched beyond the one being read: the device always has one waiting.
+AHEAD = 1
 
 
 @dataclasses.dataclass
@@ -31,7 +32,7 @@ class Reply:
     Attributes:
       token_ids: of the reply, the stop token included when one ended it.
       rounds: verification rounds that emitted something (the first token is the prefill's).
-      hits: rounds whose next block had been prepared ahead (asynchronous mode), among `chances`.
+      hits: rounds whose own block had been prepared ahead, among `chances` (asynchronous mode).
       finish_reason: `stop`, `length`, or None while it runs.
     """
 
@@ -48,7 +49,7 @@ class Reply:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of rounds answered by a prepared branch."""
+        """Share of rounds whose block had been prepared ahead; 0 where nothing prepares."""
         return self.hits / self.chances if self.chances else None
 
 
@@ -59,7 +60,8 @@ class Timing:
     Attributes:
       prefill: from the first dispatch to the first tokens read.
       decode: from then until the last token was read.
-      host: spent by the host dispatching and reading rounds, not waiting for a device.
+      host: spent by the host on its own: dispatching rounds and handling what they reported, not
+        waiting for a device.
       rounds: dispatched.
     """
 
@@ -131,7 +133,7 @@ class Decoder:
     @property
     def _ahead(self) -> int:
         """Room kept for rounds in flight: growth is planned from lengths the host has read."""
-        return self.width * (IN_FLIGHT + 2)
+        return self.width * (AHEAD + 2)
 
     def warm_up(self, prompts: list[list[int]], new_tokens: int | None = None) -> None:
         """Compiles what decoding these prompts needs, so that it can be timed.
@@ -143,7 +145,7 @@ class Decoder:
         """
         tokens, lengths = pad_prompts(prompts)
         limits = np.full_like(lengths, self.config.max_new_tokens)
-        _, handover, state, drafts = self._prefill(tokens, lengths, limits)
+        done, handover, state, drafts = self._prefill(tokens, lengths, limits)
         longest = int(lengths.max()) + (new_tokens or self.config.max_new_tokens)
         final = min(longest, self.limit) + self._ahead
         while True:
@@ -155,38 +157,48 @@ class Decoder:
 
     def _prefill(
         self, tokens: np.ndarray, lengths: np.ndarray, limits: np.ndarray
-    ) -> tuple[jax.Array, jax.Array, TargetState, DraftState | None]:
-        """The report of the first tokens, the first handover and the states of both roles."""
-        capacity = int(lengths.max()) + self._ahead
+    ) -> tuple[_Round, jax.Array, TargetState, DraftState | None]:
+        """The round of the first tokens, the first handover and the states of both roles."""
+        # By the padded length, so that prompts padded to one shape compile one set of steps.
+        capacity = tokens.shape[1] + self._ahead
         report, state = self.target.prefill(tokens, lengths, limits, capacity)
+        report.copy_to_host_async()
         if self.drafter is None:
-            return report, self.target.put(np.zeros((len(lengths), 1), np.int32)), state, None
+            none = self.target.put(np.zeros((len(lengths), 1), np.int32))
+            return _Round(report), none, state, None
         cache = self.drafter.prefill(tokens, lengths, capacity)
         handover, drafts = self.drafter.first_draft(cache, self.drafter.put(report))
-        return report, handover, state, drafts
+        handover.copy_to_host_async()
+        return _Round(report), handover, state, drafts
 
     def _run(self, prompts: list[list[int]], limits: np.ndarray) -> Iterator[tuple[int, list[int]]]:
         began = time.perf_counter()
         tokens, lengths = pad_prompts(prompts)
-        report, handover, state, drafts = self._prefill(tokens, lengths, limits)
-        report.copy_to_host_async()
-        yield from self._read(_Round(report), limits)
-        now = time.perf_counter()
-        self.timing.prefill = now - began
-        decode_began = now
-        flying: collections.deque[_Round] = collections.deque()
-        while any(reply.finish_reason is None for reply in self.replies):
+        first, handover, state, drafts = self._prefill(tokens, lengths, limits)
+        flying = collections.deque([first])
+        while flying:
             clock = time.perf_counter()
-            sizes = zip(lengths, self.replies, strict=True)
-            longest = max(int(length) + len(reply.token_ids) for length, reply in sizes)
-            while len(flying) < IN_FLIGHT:
+            # Nothing is dispatched once every row has stopped; before the first read, none has.
+            running = any(reply.finish_reason is None for reply in self.replies)
+            while running and len(flying) <= AHEAD:
+                sizes = zip(lengths, self.replies, strict=True)
+                longest = max(int(length) + len(reply.token_ids) for length, reply in sizes)
                 state, drafts = self._grow(state, drafts, longest + self._ahead)
                 done, handover, state, drafts = self._dispatch(handover, state, drafts)
                 flying.append(done)
                 self.timing.rounds += 1
+            oldest = flying.popleft()
             self.timing.host += time.perf_counter() - clock
-            yield from self._read(flying.popleft(), limits)
-            self.timing.decode = time.perf_counter() - decode_began
+            report = np.asarray(oldest.report)
+            now = time.perf_counter()
+            if oldest is first:
+                self.timing.prefill = now - began
+            self.timing.decode = now - began - self.timing.prefill
+            new = self._read(report, oldest.handover)
+            self.timing.host += time.perf_counter() - now
+            yield from new
+            if all(reply.finish_reason for reply in self.replies):
+                return
 
     def _grow(
         self, state: TargetState, drafts: DraftState | None, capacity: int
@@ -200,10 +212,12 @@ class Decoder:
         self, handover: jax.Array, state: TargetState, drafts: DraftState | None
     ) -> tuple[_Round, jax.Array, TargetState, DraftState | None]:
         """One round. Nothing here waits: every call returns before its device has begun."""
-        block = self.target.put(handover)
         if self.drafter is None or drafts is None:
-            report, state = self.target.verify(state, block)
-        elif self.config.mode == "async":
+            report, state = self.target.verify(state, handover)
+            report.copy_to_host_async()
+            return _Round(report), handover, state, None
+        block, used = self.target.put(handover), handover
+        if self.config.mode == "async":
             # The packed pass goes first: it needs nothing from this round's verification.
             drafts, hidden, prepared = self.drafter.prepare(drafts)
             report, state = self.target.verify(state, block)
@@ -214,28 +228,28 @@ class Decoder:
             handover, drafts = self.drafter.draft(drafts, self.drafter.put(report))
         report.copy_to_host_async()
         handover.copy_to_host_async()
-        return _Round(report, block), handover, state, drafts
+        return _Round(report, used), handover, state, drafts
 
-    def _read(self, done: _Round, limits: np.ndarray) -> Iterator[tuple[int, list[int]]]:
-        """Waits for a round's report and hands out its tokens.
+    def _read(self, report: np.ndarray, handover: jax.Array | None) -> list[tuple[int, list[int]]]:
+        """Books a round's report; returns (row, new tokens) of the rows that emitted something.
 
         The round's own handover was an input of its verification, so it is ready by then.
         """
-        report = np.asarray(done.report)
-        hits = None if done.handover is None else np.asarray(done.handover)[:, 0]
+        hits = None if handover is None else np.asarray(handover)[:, 0]
+        emitted = []
         for row, reply in enumerate(self.replies):
-            count = int(report[row, 0])
+            count = int(report[row, acceptance.COUNT])
             if count == 0:
                 continue
-            new = report[row, 1 : 1 + count].tolist()
-            if hits is not None:
+            new = report[row, acceptance.TOKENS : acceptance.TOKENS + count].tolist()
+            if reply.token_ids:
                 # The first block is always drafted synchronously: it had no chance to be a hit.
                 reply.chances += reply.rounds > 0
-                reply.hits += int(hits[row])
+                reply.hits += 0 if hits is None else int(hits[row])
                 reply.rounds += 1
             reply.token_ids += new
-            if new[-1] in self.target.stop_tokens:
-                reply.finish_reason = "stop"
-            elif len(reply.token_ids) >= limits[row]:
-                reply.finish_reason = "length"
-            yield row, new
+            if not report[row, acceptance.ACTIVE]:
+                stopped = new[-1] in self.target.stop_tokens
+                reply.finish_reason = "stop" if stopped else "length"
+            emitted.append((row, new))
+        return emitted

@@ -82,6 +82,18 @@ def check_drafter(config: DrafterConfig, tokenizer: Tokenizer, folder: Path) -> 
         )
 
 
+def drafter_caveat(config: DrafterConfig, tokenizer: Tokenizer, target: str | Path) -> str | None:
+    """What may cost acceptance though the text stays right: another model or template than learnt.
+
+    The same weights go by several names (a hub id, a folder), so a name alone is no error.
+    """
+    if config.template_fingerprint != tokenizer.template_fingerprint:
+        return f"the drafter learnt another chat template than {target} has; expect a lower τ"
+    if config.target != model_name(str(target)):
+        return f"the drafter was made for {config.target}; with {target} expect another τ"
+    return None
+
+
 def load_drafter_role(
     folder: Path,
     target_folder: Path,

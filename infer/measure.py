@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from d3d_jax import layout
+from d3d_jax import acceptance, layout
 from d3d_jax.infer.roles import DrafterRole, Target, pad_prompts
 from d3d_jax.models import decoder
 
@@ -96,7 +96,7 @@ def measure_steps(
 
     measured = {step.__name__: _time(step, repeats) for step in (plain, verify, draft, prepare)}
     drafts, hidden, prepared = prepare()
-    hit = _report(drafter, int(prepared.outcome[0]), int(prepared.anchors[0, 0]))
+    hit = _report(drafter, int(prepared.outcome[0, 0]), int(prepared.anchors[0, 0]))
     # The first draft itself is no rejection, so no branch was prepared for it.
     no_hit = _report(drafter, 1, int(drafts.block[0, 1]))
     return StepTimes(
@@ -121,8 +121,9 @@ def _time(step: Callable[[], Any], repeats: int) -> Spread:
 
 def _report(drafter: DrafterRole, count: int, last: int) -> jax.Array:
     """A report of `count` tokens that end with `last`, on the drafter's mesh."""
-    report = np.full((1, drafter.width + 1), -1, np.int32)
-    report[0, 0], report[0, 1 : 1 + count] = count, last
+    report = np.full((1, acceptance.TOKENS + drafter.width), -1, np.int32)
+    report[0, acceptance.COUNT], report[0, acceptance.ACTIVE] = count, 1
+    report[0, acceptance.TOKENS : acceptance.TOKENS + count] = last
     return drafter.put(report)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from d3d_jax.models.cache import KVCache
 PROMPT_ROWS = 64
 
 
-def role_mesh(devices: list[jax.Device]) -> Mesh:
+def role_mesh(devices: Sequence[Any]) -> Mesh:
     """The mesh of one role over the given devices."""
     shape = np.asarray(devices, dtype=object)
     return Mesh(shape, ("tensor",), axis_types=(AxisType.Auto,))
@@ -116,7 +117,7 @@ class Target(_Role):
           limits: [B] int32, tokens each row may emit.
 
         Returns:
-          The report [B, 2] of the first tokens and the state.
+          The report [B, 3] of the first tokens and the state.
         """
         rows = self.put((tokens, lengths, limits))
         capacity = caches.bucketed(max(capacity, tokens.shape[1]))
@@ -128,7 +129,7 @@ class Target(_Role):
         With no drafts (W = 1) this is a step of plain decoding. The state is consumed.
 
         Returns:
-          The report [B, W + 1] and the new state.
+          The report [B, W + 2] and the new state.
         """
         return self._verify(self.params, state, self.stop_ids, handover)
 
@@ -158,7 +159,9 @@ class Target(_Role):
             accepted, choices, state.active, state.remaining, stop_ids
         )
         anchor = acceptance.last_token(report)
-        return report, TargetState(cache.at(length + report[:, 0]), anchor, active, remaining)
+        return report, TargetState(
+            cache.at(length + report[:, acceptance.COUNT]), anchor, active, remaining
+        )
 
 
 @functools.partial(
@@ -211,7 +214,7 @@ class DrafterRole(_Role):
         return self._prefill(self.params, *rows, capacity=capacity)
 
     def first_draft(self, cache: KVCache, report: jax.Array) -> tuple[jax.Array, DraftState]:
-        """The first block, anchored at the token that the target's prefill reported [B, 2]."""
+        """The first block, anchored at the token that the target's prefill reported [B, 3]."""
         handover, block, ids = self._first(self.params, cache, report)
         return handover, DraftState(cache, block, ids)
 
@@ -276,7 +279,7 @@ class DrafterRole(_Role):
         return _handover(jnp.zeros(block.shape[:1], bool), block), block, ids
 
     def _draft_step(self, params, state: DraftState, report):
-        count, anchor = report[:, 0], acceptance.last_token(report)
+        count, anchor = report[:, acceptance.COUNT], acceptance.last_token(report)
         cache = state.cache
         rows = layout.branches(
             cache.length,
@@ -306,19 +309,20 @@ class DrafterRole(_Role):
         return cache, hidden, prepared.anchors, prepared.offsets, prepared.outcome
 
     def _resolve_step(self, params, cache, hidden, arrays, report):
-        count, anchor = report[:, 0], acceptance.last_token(report)
-        at, hit = Branches(*arrays).find(self.drafter, count, anchor)
+        count, anchor = report[:, acceptance.COUNT], acceptance.last_token(report)
+        prepared = Branches(*arrays)
+        at, hit = prepared.find(count, anchor)
         chosen = jnp.take_along_axis(hidden, at[:, None, None, None], axis=1)[:, 0]
         block, ids = self._read(params, chosen, anchor)
         if self.drafter.label_shift == 0:
             # The full-acceptance branch is anchored one token early: its first draft must be the
             # bonus, and the rest move up by one, which leaves the next block a draft short.
-            early = at == hidden.shape[1] - 1
+            early = jnp.take_along_axis(prepared.early, at[:, None], axis=1)[:, 0]
             hit = hit & (~early | (ids[:, 0, 0] == anchor))
             ids = jnp.where(early[:, None, None], jnp.roll(ids, -1, axis=1), ids)
             block = jnp.concatenate([anchor[:, None], ids[:, : self.width - 1, 0]], axis=1)
         length = cache.length + count
-        missed = ~hit & (count > 0)
+        missed = ~hit & (report[:, acceptance.ACTIVE] > 0)
 
         def draft(_):
             fresh = self._one_block(params, cache.at(length), anchor)

@@ -44,8 +44,8 @@ def test_a_batch_of_rows_equals_the_rule_for_each(rows, stops):
     last = acceptance.last_token(report)
     for i, row in enumerate(rows):
         tokens, expected_alive = one_row(*row, stops)
-        assert report[i, 0] == len(tokens)
-        assert report[i, 1:].tolist() == tokens + [-1] * (WIDTH - len(tokens))
+        assert report[i, :2].tolist() == [len(tokens), expected_alive]
+        assert report[i, 2:].tolist() == tokens + [-1] * (WIDTH - len(tokens))
         assert bool(alive[i]) == expected_alive
         assert left[i] == row[3] - len(tokens)
         assert last[i] == (tokens[-1] if tokens else 0)

@@ -24,11 +24,11 @@ def test_rejections_take_the_likeliest_other_tokens_and_full_acceptance_the_bonu
     chosen = Rectangle(3, 2, 4).choose(drafter_config(), block, ids)
     np.testing.assert_array_equal(chosen.anchors, [[2, 4, 4, 6, 10]])
     np.testing.assert_array_equal(chosen.offsets, [[1, 1, 2, 2, 4]])
-    at, hit = chosen.find(drafter_config(), jnp.array([2]), jnp.array([6]))
+    at, hit = chosen.find(jnp.array([2]), jnp.array([6]))
     assert at[0] == 3 and hit[0]
     for count, token in [(2, 5), (1, 6), (3, 7), (4, 11), (0, 0)]:
-        assert not chosen.find(drafter_config(), jnp.array([count]), jnp.array([token]))[1][0]
-    assert chosen.find(drafter_config(), jnp.array([4]), jnp.array([10]))[1][0]
+        assert not chosen.find(jnp.array([count]), jnp.array([token]))[1][0]
+    assert chosen.find(jnp.array([4]), jnp.array([10]))[1][0]
 
 
 def test_shift_0_prepares_full_acceptance_from_the_last_draft():
@@ -38,9 +38,9 @@ def test_shift_0_prepares_full_acceptance_from_the_last_draft():
     chosen = Rectangle(4, 1, 4).choose(config, block, ids)
     np.testing.assert_array_equal(chosen.anchors, [[2, 6, 7, 3]])
     np.testing.assert_array_equal(chosen.offsets, [[1, 2, 3, 3]])
-    at, hit = chosen.find(config, jnp.array([4]), jnp.array([42]))
+    at, hit = chosen.find(jnp.array([4]), jnp.array([42]))
     assert at[0] == 3 and hit[0]  # any bonus: its first draft will decide
-    assert not chosen.find(config, jnp.array([3]), jnp.array([3]))[1][0]
+    assert not chosen.find(jnp.array([3]), jnp.array([3]))[1][0]
 
 
 def test_a_rectangle_wider_than_the_block_is_refused():

@@ -5,11 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from d3d_jax import layout
 from d3d_jax.config import DrafterConfig, ModelConfig
 from d3d_jax.drafter import Drafter
 from d3d_jax.models import decoder
+from d3d_jax.train import objective
+from d3d_jax.train.packing import build_row
 
 VOCAB = 61
 
@@ -26,17 +29,31 @@ def tiny_config(model_type="qwen3", **changes):
         head_dim=16,
         rms_norm_eps=1e-6,
         rope_theta=10000.0,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         max_position_embeddings=512,
     )
     return ModelConfig(**(values | changes))
 
 
 def tiny_params(config, seed=0, scale=4.0):
-    """Stacked random parameters, large enough that greedy choices vary and are no near-ties."""
+    """Stacked random parameters whose every part matters: attention is sharp, norms are uneven."""
     params = decoder.init_params(config, jax.random.key(seed))
-    layers = jax.tree.map(lambda x: x * scale if x.ndim > 2 else x, params["layers"])
-    return {**params, "embed": params["embed"] * 10, "layers": layers}
+    leaves, tree = jax.tree.flatten(params["layers"])
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves) + 1)
+
+    def uneven(key, norm):
+        return norm * (1 + 0.3 * jax.random.normal(key, norm.shape))
+
+    leaves = [
+        leaf * scale if leaf.ndim > 2 else uneven(key, leaf)
+        for key, leaf in zip(keys, leaves, strict=False)
+    ]
+    params["layers"] = jax.tree.unflatten(tree, leaves)
+    params["norm"] = uneven(keys[-1], params["norm"])
+    params["embed"] = params["embed"] * 3
+    if "head" in params:
+        params["head"] = params["head"] * 10
+    return params
 
 
 def tiny_drafter(config, params, *, layers=(0, 2), vocab=None, **changes):
@@ -67,14 +84,12 @@ def tiny_drafter(config, params, *, layers=(0, 2), vocab=None, **changes):
 def greedy(config, params, prompt, count, stop_ids=()):
     """Greedy continuation by whole forward passes without a cache: the slow, obvious decoder."""
     size = len(prompt) + count
-    run = jax.jit(
-        lambda tokens: decoder.logits(
-            params,
-            decoder.forward(
-                config, params, tokens, layout.causal(jnp.zeros((1,), jnp.int32), size)
-            )[0],
-        )
-    )
+    rows = layout.causal(jnp.zeros((1,), jnp.int32), size)
+
+    @jax.jit
+    def run(tokens):
+        return decoder.logits(params, decoder.forward(config, params, tokens, rows)[0])
+
     tokens = list(prompt)
     for _ in range(count):
         padded = np.zeros((1, size), np.int32)
@@ -83,3 +98,49 @@ def greedy(config, params, prompt, count, stop_ids=()):
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]
+
+
+def memorise(drafter, params, pairs, steps=60):
+    """Trains a tiny drafter until it knows most of the given (prompt, response) pairs.
+
+    A random drafter is never right twice in a row; one that is often right several tokens ahead,
+    and often wrong, reaches every outcome of a verification.
+    """
+    config = drafter.drafter
+    documents = []
+    for prompt, response in pairs:
+        anchors = np.arange(len(prompt), len(prompt) + len(response) - 1)
+        documents.append((np.array(prompt + response, np.int32), len(prompt), anchors))
+    size = sum(len(tokens) for tokens, _, _ in documents)
+    row = build_row(documents, size, sum(len(a) for _, _, a in documents))
+    batch = {name: jnp.asarray(leaf)[None] for name, leaf in row.items()}
+    index = None
+    if "draft_vocab" in params:
+        places = jnp.arange(len(params["draft_vocab"]))
+        index = jnp.full((VOCAB,), -1, jnp.int32).at[params["draft_vocab"]].set(places)
+    labels = objective.make_labels(
+        batch,
+        block_size=config.block_size,
+        label_shift=config.label_shift,
+        gamma=4.0,
+        draft_index=index,
+    )
+    frozen = {k: v for k, v in params.items() if k in drafter.frozen(params)}
+    trained = {k: v for k, v in params.items() if k not in frozen}
+    optimizer = optax.adam(3e-3)
+
+    def loss(trained):
+        every = {**trained, **frozen}
+        sums = objective.denominators(labels)
+        return objective.drafter_loss(drafter, every, batch, labels, sums, 1.0)[0]
+
+    @jax.jit
+    def train(trained):
+        def step(carry, _):
+            trained, state = carry
+            updates, state = optimizer.update(jax.grad(loss)(trained), state)
+            return (optax.apply_updates(trained, updates), state), None
+
+        return jax.lax.scan(step, (trained, optimizer.init(trained)), length=steps)[0][0]
+
+    return {**train(trained), **frozen}

@@ -21,7 +21,8 @@ from d3d_jax.errors import D3DError
 from d3d_jax.models import decoder
 from d3d_jax.train.dataset import ResponseDataset
 
-# Document lengths and anchor counts are rounded up to these, so that few shapes are compiled.
+# Document lengths and anchor counts are rounded up to these, so that few shapes are compiled; the
+# logits of as many anchors exist at once.
 TOKENS, ANCHORS = 128, 64
 
 
@@ -32,13 +33,15 @@ class Acceptance:
     Attributes:
       tokens: [documents] tokens emitted by rounds (the first response token is the prefill's).
       rounds: [documents] rounds that emitted them.
-      accepted: [documents] of [rounds] drafts accepted in each round, before clipping.
+      accepted: [documents] of [rounds] drafts accepted in each round, cut at the document's end.
+      room: [documents] of [rounds] drafts that fitted before the document's end, at most W − 1.
       block_size: W the blocks were drafted with.
     """
 
     tokens: np.ndarray
     rounds: np.ndarray
     accepted: list[np.ndarray]
+    room: list[np.ndarray]
     block_size: int
 
     @property
@@ -52,9 +55,12 @@ class Acceptance:
         return float(np.mean(self.tokens[self.rounds > 0] / self.rounds[self.rounds > 0]))
 
     def reached(self) -> list[float]:
-        """Fraction of rounds in which at least 1, 2, … W − 1 drafts were accepted."""
-        counts = np.concatenate(self.accepted)
-        return [round(float(np.mean(counts >= i)), 4) for i in range(1, self.block_size)]
+        """Fraction of rounds with at least 1, 2, … W − 1 drafts accepted, of those with room."""
+        counts, room = np.concatenate(self.accepted), np.concatenate(self.room)
+        return [
+            round(float(np.sum(counts >= i) / max(np.sum(room >= i), 1)), 4)
+            for i in range(1, self.block_size)
+        ]
 
     def summary(self) -> dict[str, Any]:
         """The figures for a metrics line."""
@@ -65,20 +71,20 @@ class Acceptance:
         }
 
 
-def walk(prompt_length: int, total_length: int, accepted: np.ndarray) -> tuple[int, np.ndarray]:
+def walk(prompt_length: int, total_length: int, accepted: np.ndarray) -> np.ndarray:
     """Jumps through one response as greedy decoding would.
 
     Args:
       accepted: [total_length] drafts accepted by a block anchored at each position.
 
     Returns:
-      Tokens emitted by rounds and the drafts accepted in each round.
+      [rounds, 2] int32, the anchor's position and the drafts accepted in each round.
     """
-    position, jumps = prompt_length, []
+    position, rounds = prompt_length, []
     while position < total_length - 1:
-        jumps.append(int(accepted[position]))
-        position += jumps[-1] + 1
-    return max(total_length - 1 - prompt_length, 0), np.array(jumps, np.int32)
+        rounds.append((position, int(accepted[position])))
+        position += rounds[-1][1] + 1
+    return np.array(rounds, np.int32).reshape(-1, 2)
 
 
 class OfflineAcceptance:
@@ -97,9 +103,9 @@ class OfflineAcceptance:
         block_size: int | None = None,
     ) -> None:
         if len(dataset) == 0:
-            raise D3DError(
-                "the validation split is empty; build the dataset with validation prompts"
-            )
+            raise D3DError("the validation split is empty; build it with validation prompts")
+        if not dataset.manifest.sampling.get("greedy"):
+            raise D3DError("offline acceptance needs greedy responses; this dataset was sampled")
         width = block_size or drafter.drafter.block_size
         if width > drafter.drafter.block_size:
             raise D3DError(
@@ -113,7 +119,7 @@ class OfflineAcceptance:
 
     def measure(self, params: Params) -> Acceptance:
         """Walks every chosen document. `params` are stacked or per-layer device arrays."""
-        tokens, accepted = [], []
+        tokens, accepted, room = [], [], []
         for index in self.indices:
             document = self.dataset[int(index)]
             prompt, total = document["prompt_length"], len(document["tokens"])
@@ -126,11 +132,12 @@ class OfflineAcceptance:
                 slots[0, : len(anchors)] = anchors
                 found = np.asarray(self._accepted(params, padded, slots))
                 counts[anchors] = found[0, : len(anchors)]
-            emitted, jumps = walk(prompt, total, counts)
-            tokens.append(emitted)
-            accepted.append(jumps)
+            rounds = walk(prompt, total, counts)
+            tokens.append(len(anchors))
+            room.append(np.minimum(total - 1 - rounds[:, 0], self.width - 1))
+            accepted.append(np.minimum(rounds[:, 1], room[-1]))
         rounds = np.array([len(jumps) for jumps in accepted])
-        return Acceptance(np.array(tokens), rounds, accepted, self.width)
+        return Acceptance(np.array(tokens), rounds, accepted, room, self.width)
 
 
 def accepted_drafts(
@@ -158,9 +165,12 @@ def accepted_drafts(
     at = jnp.maximum(anchors, 0)
     rows = jnp.concatenate([tokens, jnp.take_along_axis(tokens, at, axis=1)], axis=1)
     hidden, _ = decoder.forward(drafter.model, params, rows, layout)
-    blocks = hidden[:, size:].reshape(batch * anchors.shape[1], width, -1)
-    drafts = predictions(drafter.drafter, candidates(params, blocks, 1)[0][..., 0])
-    drafts = drafts[:, : width - 1].reshape(batch, anchors.shape[1], width - 1)
+    # A group of anchors at a time: the logits of all of them would be the largest array by far.
+    groups = -(-anchors.shape[1] // ANCHORS)
+    blocks = hidden[:, size:].reshape(groups, -1, width, hidden.shape[-1])
+    drafts = jax.lax.map(lambda part: candidates(params, part, 1)[0][..., 0], blocks)
+    drafts = predictions(drafter.drafter, drafts.reshape(-1, width))[:, : width - 1]
+    drafts = drafts.reshape(batch, anchors.shape[1], width - 1)
     ahead = jnp.minimum(at[..., None] + jnp.arange(1, width), size - 1)
     truth = jnp.take_along_axis(tokens, ahead.reshape(batch, -1), axis=1).reshape(ahead.shape)
     return jnp.sum(jnp.cumprod((drafts == truth).astype(jnp.int32), axis=-1), axis=-1)

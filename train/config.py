@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +56,38 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            expected = {"int": int, "float": (int, float), "bool": bool}[str(field.type)]
-            if not isinstance(value, expected) or (field.type != "bool" and value < 0):
+            value, least = getattr(self, field.name), _LEAST.get(field.name, 0)
+            kinds = {"int": (int,), "float": (int, float), "bool": (bool,)}[str(field.type)]
+            right = isinstance(value, kinds) and isinstance(value, bool) == (field.type == "bool")
+            if not right or not math.isfinite(value) or value < least:
                 raise D3DError(
-                    f"training setting {field.name} must be a non-negative {field.type}, "
-                    f"found {value!r}"
+                    f"training setting {field.name} must be of type {field.type} and at least "
+                    f"{least}, found {value!r}"
                 )
-        if self.batch_rows < 1 or self.micro_batches < 1 or self.batch_rows % self.micro_batches:
+        if self.gamma == 0:
+            raise D3DError("training setting gamma must be above 0")
+        if self.batch_rows % self.micro_batches:
             raise D3DError(
-                f"batch_rows {self.batch_rows} must be a positive multiple of "
+                f"batch_rows {self.batch_rows} must be a multiple of "
                 f"micro_batches {self.micro_batches}"
             )
+
+
+# The least value of settings of which 0 makes no sense.
+_LEAST = dict.fromkeys(
+    (
+        "steps",
+        "batch_rows",
+        "micro_batches",
+        "max_tokens",
+        "max_blocks",
+        "anchors_per_document",
+        "eval_every",
+        "checkpoint_every",
+        "keep_checkpoints",
+    ),
+    1,
+)
 
 
 def load_config(name_or_path: str, overrides: tuple[str, ...] = ()) -> TrainConfig:
@@ -89,6 +110,8 @@ def load_config(name_or_path: str, overrides: tuple[str, ...] = ()) -> TrainConf
         ) from None
     except (OSError, yaml.YAMLError) as error:
         raise D3DError(f"training config {path} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise D3DError(f"training config {path} must be a mapping of settings")
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:

@@ -19,7 +19,7 @@ from d3d_jax import layout as layouts
 from d3d_jax.drafter import Drafter
 from d3d_jax.models import decoder
 
-# Rows of logits alive at once: 1024 × 151,936 float32 is 0.6 GB.
+# Rows of a sequence whose logits exist at once: 1024 × 151,936 float32 is 0.6 GB.
 LOSS_CHUNK = 1024
 Batch = dict[str, jax.Array]
 
@@ -92,27 +92,34 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy of rows without ever holding all their logits.
 
+    Chunks run along T and keep B, so that a batch sharded over devices stays sharded.
+
     Args:
-      hidden: [R, D]. head: [V, D]. labels: [R] int32.
+      hidden: [B, T, D]. head: [V, D]. labels: [B, T] int32.
+      chunk: rows of T whose logits exist at once.
 
     Returns:
-      CE [R] float32 and whether the likeliest token is the label [R].
+      CE [B, T] float32 and whether the likeliest token is the label [B, T].
     """
-    rows, dim = hidden.shape
-    chunk = min(chunk, rows)
+    batch, rows, dim = hidden.shape
     count = -(-rows // chunk)
-    pad = count * chunk - rows
-    hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(count, chunk, dim)
-    labels = jnp.pad(labels, (0, pad)).reshape(count, chunk)
+    chunk = -(-rows // count)
+    pad = ((0, 0), (0, count * chunk - rows))
+    hidden = jnp.pad(hidden, (*pad, (0, 0))).reshape(batch, count, chunk, dim).swapaxes(0, 1)
+    labels = jnp.pad(labels, pad).reshape(batch, count, chunk).swapaxes(0, 1)
 
     @jax.checkpoint
-    def one(rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits = jnp.einsum("rd,vd->rv", rows[0], head).astype(jnp.float32)
-        label = jnp.take_along_axis(logits, rows[1][:, None], axis=1)[:, 0]
-        return jax.nn.logsumexp(logits, axis=-1) - label, jnp.argmax(logits, axis=-1) == rows[1]
+    def one(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logits = decoder.linear(part[0], head, jnp.float32)
+        label = jnp.take_along_axis(logits, part[1][..., None], axis=-1)[..., 0]
+        return jax.nn.logsumexp(logits, axis=-1) - label, decoder.likeliest(logits) == part[1]
 
     loss, hit = jax.lax.map(one, (hidden, labels))
-    return loss.reshape(-1)[:rows], hit.reshape(-1)[:rows]
+
+    def join(x: jax.Array) -> jax.Array:
+        return x.swapaxes(0, 1).reshape(batch, -1)[:, :rows]
+
+    return join(loss), join(hit)
 
 
 def drafter_loss(
@@ -149,9 +156,7 @@ def drafter_loss(
     row_labels = jnp.concatenate(
         [labels.ar_labels, labels.block_labels.reshape(tokens.shape[0], -1)], axis=1
     )
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    loss, hit = cross_entropy(flat, decoder.head_weight(params), row_labels.reshape(-1))
-    loss, hit = loss.reshape(row_labels.shape), hit.reshape(row_labels.shape)
+    loss, hit = cross_entropy(hidden, decoder.head_weight(params), row_labels)
     clean = layout.clean_len
     ar = jnp.sum(loss[:, :clean] * labels.ar_weights) / denominators[1]
     block_loss = loss[:, clean:].reshape(labels.block_weights.shape)
@@ -168,7 +173,7 @@ def drafter_loss(
 
 
 def denominators(labels: Labels) -> tuple[jax.Array, jax.Array]:
-    """Σ w and count, at least one so that a batch without labels gives a loss of 0."""
+    """Σ w and count, kept above 0 so that a batch without labels gives a loss of 0."""
     return (
         jnp.maximum(jnp.sum(labels.block_weights), 1e-6),
         jnp.maximum(jnp.sum(labels.ar_weights), 1.0),

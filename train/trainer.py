@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import signal
 import time
@@ -21,7 +22,7 @@ import optax
 import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from d3d_jax.drafter import FROZEN, Drafter, Params, save_drafter
+from d3d_jax.drafter import Drafter, Params, save_drafter
 from d3d_jax.errors import D3DError
 from d3d_jax.train import objective
 from d3d_jax.train.acceptance import OfflineAcceptance
@@ -182,22 +183,38 @@ class Trainer:
         )
         self._check_settings()
 
+    def split(self, params: Params) -> tuple[Params, Params]:
+        """The frozen and the trained parameters."""
+        names = self.drafter.frozen(params)
+        frozen = {name: leaf for name, leaf in params.items() if name in names}
+        return frozen, {name: leaf for name, leaf in params.items() if name not in names}
+
     def _check_settings(self) -> None:
-        """A run folder belongs to one configuration: continuing with another would mix two runs."""
+        """A run folder belongs to one configuration, dataset and start: others would mix runs."""
         path = self.run / "config.json"
+        digest = hashlib.blake2b(digest_size=16)
+        for leaf in jax.tree.leaves(self.split(self.params)[1]):
+            digest.update(np.ascontiguousarray(leaf).tobytes())
         settings = {
             "train": dataclasses.asdict(self.config),
+            "model": dataclasses.asdict(self.drafter.model),
             "drafter": dataclasses.asdict(self.drafter.drafter),
+            "data": {"documents": len(self.dataset), **self.dataset.manifest.to_json()},
+            "initial_parameters": digest.hexdigest(),
         }
         text = json.dumps(settings, indent=2) + "\n"
         try:
             self.run.mkdir(parents=True, exist_ok=True)
             if not path.exists():
-                path.write_text(text)
+                write_atomic(path, text)
+            present = path.read_text()
         except OSError as error:
             raise D3DError(f"cannot write the run folder {self.run}: {error}") from None
-        if path.read_text() != text:
-            raise D3DError(f"{self.run} holds a run with other settings; choose another folder")
+        if present != text:
+            raise D3DError(
+                f"{self.run} holds a run with other settings, data or initial drafter; choose "
+                "another folder"
+            )
 
     def train(self) -> Path:
         """Runs to `config.steps`, continuing from the last checkpoint, and exports the drafter.
@@ -209,8 +226,7 @@ class Trainer:
           D3DError: the loss is not finite, or the run was asked to stop (it is saved first).
         """
         optimizer = make_optimizer(self.config)
-        frozen = {k: v for k, v in self.params.items() if k in FROZEN}
-        trained = {k: v for k, v in self.params.items() if k not in FROZEN}
+        frozen, trained = self.split(self.params)
         index = draft_index(self.drafter, self.params)
         frozen, index = jax.device_put((frozen, index), self._replicated)
         trained = jax.device_put(trained, self._replicated)
@@ -280,7 +296,8 @@ class Trainer:
         """Drops logged steps that the checkpoint does not hold: they will be run again."""
         path = self.run / "metrics.jsonl"
         if path.exists():
-            lines = path.read_text().splitlines()
+            # A killed run may have left half a line at the end.
+            lines = [line for line in path.read_text().splitlines() if line.endswith("}")]
             kept = [line for line in lines if json.loads(line)["step"] <= step]
             write_atomic(path, "".join(line + "\n" for line in kept))
 

@@ -18,6 +18,7 @@ from d3d_jax.infer import demo, demo_report
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.demo_view import make_view
 from d3d_jax.infer.loading import (
+    drafter_caveat,
     load_drafter_role,
     load_target,
     model_name,
@@ -50,6 +51,8 @@ def run(options: Demo) -> None:
             block_size=options.block_size,
             rectangle=options.rectangle,
         )
+    if caveat := drafter_caveat(drafter.drafter, tokenizer, options.target):
+        note(caveat)
     decoders = demo.make_decoders(target, drafter, options.max_new_tokens)
     comparison = _compare(decoders, tokenizer, texts)
     settings = {

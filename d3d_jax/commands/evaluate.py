@@ -79,8 +79,6 @@ def measure(
       D3DError: sampled responses, which do not say what greedy decoding would, or a block size
         above the trained one.
     """
-    if not dataset.manifest.sampling.get("greedy"):
-        raise D3DError(f"{dataset.folder} holds sampled responses; offline τ needs greedy ones")
     acceptance = OfflineAcceptance(drafter, dataset, documents, block_size)
     with busy(f"measuring {len(acceptance.indices)} responses"):
         found = acceptance.measure(jax.device_put(params))

@@ -22,7 +22,13 @@ from d3d_jax.commands.runtime import (
 from d3d_jax.config import DecodeConfig, Mode
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.decoding import Decoder, Reply
-from d3d_jax.infer.loading import load_drafter_role, load_target, role_devices, shipped_drafter
+from d3d_jax.infer.loading import (
+    drafter_caveat,
+    load_drafter_role,
+    load_target,
+    role_devices,
+    shipped_drafter,
+)
 from d3d_jax.infer.roles import pad_prompts
 from d3d_jax.models.registry import resolve_model
 from d3d_jax.models.tokenizer import Tokenizer
@@ -107,6 +113,8 @@ def _load(options: Generate) -> tuple[Decoder, Tokenizer]:
             rectangle=options.rectangle,
             dtype=dtype,
         )
+        if caveat := drafter_caveat(drafter.drafter, tokenizer, options.target):
+            note(caveat)
     return Decoder(target, drafter, config), tokenizer
 
 

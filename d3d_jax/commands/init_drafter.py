@@ -31,10 +31,10 @@ def run(options: InitDrafter) -> None:
     shared = source.samefile(target)
     draft_vocab = None
     if options.draft_vocab_size is not None and options.vocab_from is not None:
-        if not shared and not model.tie_word_embeddings:
+        if not shared:
             raise D3DError(
-                f"{options.source} has an output head of its own, so --draft-vocab-size works only "
-                "with --target the same model"
+                "--draft-vocab-size selects rows of the target's own head, so --from and --target "
+                "must be the same model"
             )
         dataset = open_dataset(options.vocab_from, "train")
         if dataset.manifest.tokenizer_fingerprint != tokenizer.fingerprint:

@@ -81,6 +81,8 @@ class Respond:
       prompts: JSONL (or .jsonl.gz) of {"turns": [TEXT, ...]}; the first turn is the prompt.
       import_from: Instead of prompts: JSONL (or .gz) of {"prompt_ids", "response_ids"} that the
         target wrote elsewhere.
+      sampled: The responses to import were sampled. They can be trained on, but offline τ, which
+        is exact for greedy ones only, is refused.
       out: Folder for the responses and, in dataset/, the dataset.
       max_new_tokens: Longest response, the stop token included.
       batch: Prompts decoded together.
@@ -89,6 +91,7 @@ class Respond:
     target: Annotated[str, _arg("MODEL")]
     prompts: Annotated[Path | None, _arg("FILE", "none")] = None
     import_from: Annotated[Path | None, _arg("FILE", "none")] = None
+    sampled: bool = False
     out: Annotated[Path | None, _arg("DIR", "named after the file")] = None
     max_new_tokens: int = 192
     batch: int = 24
@@ -97,6 +100,8 @@ class Respond:
         _at_least(1, max_new_tokens=self.max_new_tokens, batch=self.batch)
         if (self.prompts is None) == (self.import_from is None):
             raise D3DError("give either --prompts or --import-from")
+        if self.sampled and self.import_from is None:
+            raise D3DError("--sampled describes imported responses: it goes with --import-from")
 
 
 @dataclasses.dataclass(frozen=True)

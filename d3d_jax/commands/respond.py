@@ -43,7 +43,9 @@ def run(options: Respond) -> None:
         make_responses(options.target, file, out, options.max_new_tokens, options.batch)
     else:
         folder = resolve_model(options.target)
-        manifest = _manifest(options.target, folder, file, options.max_new_tokens)
+        manifest = _manifest(
+            options.target, folder, file, options.max_new_tokens, greedy=not options.sampled
+        )
         with busy(f"importing {file}"):
             import_responses(file, out, manifest)
     dataset = ensure_dataset(out)
@@ -112,7 +114,9 @@ def _count(dataset: Path, split: str) -> int:
         return 0  # it has no such split
 
 
-def _manifest(name: str, folder: Path, file: Path, max_new_tokens: int) -> Manifest:
+def _manifest(
+    name: str, folder: Path, file: Path, max_new_tokens: int, greedy: bool = True
+) -> Manifest:
     tokenizer, (model, _) = Tokenizer.from_folder(folder), checkpoint.read_config(folder)
     try:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -124,7 +128,7 @@ def _manifest(name: str, folder: Path, file: Path, max_new_tokens: int) -> Manif
         template_fingerprint=tokenizer.template_fingerprint,
         vocab_size=model.vocab_size,
         stop_ids=tokenizer.stop_ids,
-        sampling={"greedy": True},
+        sampling={"greedy": greedy},
         max_new_tokens=max_new_tokens,
         # With its hash, so that a run is not continued with other prompts of the same name.
         prompts=f"{file.name} sha256:{digest[:16]}",

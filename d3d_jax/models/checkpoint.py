@@ -33,11 +33,12 @@ _LAYER_KEYS = (
     ("mlp.up", "mlp.up_proj"),
     ("mlp.down", "mlp.down_proj"),
 )
+MASK_KEY = "d3d.mask_embedding"
 _TOP_KEYS = (
     ("embed", "model.embed_tokens.weight"),
     ("norm", "model.norm.weight"),
     ("head", "lm_head.weight"),
-    ("mask", "d3d.mask_embedding"),
+    ("mask", MASK_KEY),
     ("draft_vocab", "d3d.draft_vocab"),
 )
 
@@ -77,6 +78,8 @@ def read_config(folder: Path) -> tuple[ModelConfig, DrafterConfig | None]:
         raise D3DError(f"{folder} is not a model folder: it has no config.json") from None
     except (OSError, ValueError) as error:
         raise D3DError(f"{path} cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise D3DError(f"{path} cannot be read: it is not a JSON object")
     section = raw.get("d3d")
     drafter = None if section is None else DrafterConfig.from_json(section)
     return ModelConfig.from_hf(raw), drafter
@@ -92,7 +95,11 @@ class _Tensors:
         self.files: dict[str, Any] = {}
         names = [WEIGHTS]
         if (folder / INDEX).exists():
-            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+            try:
+                index = json.loads((folder / INDEX).read_text())
+                names = sorted(set(index["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise D3DError(f"{folder / INDEX} is damaged: {error}") from None
         for name in names:
             path = folder / name
             if not path.exists():
@@ -156,31 +163,54 @@ def load_params(
     """
     tensors = _Tensors(folder)
 
-    def read(key: str, shape: tuple[int, ...] | None) -> np.ndarray:
+    def read(key: str, shape: tuple[int, ...]) -> np.ndarray:
         array = tensors.get(key, shape)
         return array if dtype is None else array.astype(dtype, copy=False)
 
     shapes = _layer_shapes(config)
     rows = tuple(range(config.num_hidden_layers)) if layers is None else layers
-    per_layer = [
-        {o: read(f"model.layers.{i}.{hf}.weight", shapes[o]) for o, hf in _layer_keys(config)}
-        for i in rows
-    ]
-    d, vocab = config.hidden_size, config.vocab_size
-    params: dict[str, Any] = {"norm": read("model.norm.weight", (d,))}
-    if "embed" not in shares:
-        params["embed"] = read("model.embed_tokens.weight", (vocab, d))
-    if not config.tie_word_embeddings and "head" not in shares:
-        params["head"] = read("lm_head.weight", (vocab, d))
-    if "d3d.mask_embedding" in tensors:
-        params["mask"] = read("d3d.mask_embedding", (d,))
-    if "d3d.draft_vocab" in tensors:
-        params["draft_vocab"] = tensors.get("d3d.draft_vocab", None)
+    keys = _layer_keys(config)
+
+    def read_layer(ours: str, hf: str, index: int) -> np.ndarray:
+        return read(f"model.layers.{index}.{hf}.weight", shapes[ours])
+
+    def read_stack(ours: str, hf: str) -> np.ndarray:
+        # Filled in place: stacking a list would hold every layer twice.
+        first = read_layer(ours, hf, rows[0])
+        stack = np.empty((len(rows), *first.shape), first.dtype)
+        stack[0] = first
+        for at, index in enumerate(rows[1:], start=1):
+            stack[at] = read_layer(ours, hf, index)
+        return stack
+
+    params: dict[str, Any] = {}
+    for ours, hf in _TOP_KEYS:
+        if ours == "draft_vocab":
+            if hf in tensors:
+                params[ours] = tensors.get(hf, None)
+        elif _is_stored(ours, hf, config, shares, tensors):
+            params[ours] = read(hf, _top_shape(ours, config))
     if stacked:
-        params["layers"] = _nest({o: np.stack([p[o] for p in per_layer]) for o in per_layer[0]})
+        params["layers"] = _nest({ours: read_stack(ours, hf) for ours, hf in keys})
     else:
-        params["layers"] = tuple(_nest(p) for p in per_layer)
+        params["layers"] = tuple(
+            _nest({ours: read_layer(ours, hf, index) for ours, hf in keys}) for index in rows
+        )
     return params
+
+
+def _is_stored(
+    ours: str, hf: str, config: ModelConfig, shares: tuple[str, ...], tensors: _Tensors
+) -> bool:
+    """Whether a top-level parameter must be in the folder (or, for the mask, is)."""
+    if ours == "head":
+        return not config.tie_word_embeddings and "head" not in shares
+    return hf in tensors if ours == "mask" else ours not in shares
+
+
+def _top_shape(ours: str, config: ModelConfig) -> tuple[int, ...]:
+    width = (config.hidden_size,)
+    return width if ours in ("norm", "mask") else (config.vocab_size, *width)
 
 
 def _flat_tensors(config: ModelConfig, params: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:

@@ -14,7 +14,7 @@ Every matrix is [out, in], as in Hugging Face checkpoints. No I/O and no loops o
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,21 +30,29 @@ Params = dict[str, Any]
 SKINNY_ROWS = 48
 
 
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., in] · weight [out, in] → [..., out]."""
+def linear(x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
+    """x [..., in] · weight [out, in] → [..., out] in `dtype`, or x's where it is None.
+
+    float32 means float32: accelerators would use TF32 or bfloat16 passes unless told otherwise.
+    """
     rows = x.size // x.shape[-1]
-    if rows > SKINNY_ROWS:
-        return jnp.einsum("...d,ed->...e", x, weight)
+    product = functools.partial(
+        jnp.einsum,
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=dtype or x.dtype,
+    )
+
+    def plainly(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return product("...d,ed->...e", x, weight)
 
     def on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
         # Without the barrier XLA folds the transpose back into the dot and the gain is lost.
-        out = jnp.einsum("rd,ed->er", x.reshape(rows, -1), weight)
+        out = product("rd,ed->er", x.reshape(rows, -1), weight)
         return jax.lax.optimization_barrier(out).T.reshape(*x.shape[:-1], -1)
 
-    def elsewhere(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return jnp.einsum("...d,ed->...e", x, weight)
-
-    return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=elsewhere)
+    if rows > SKINNY_ROWS:
+        return plainly(x, weight)
+    return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=plainly)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -232,6 +240,28 @@ def embed_rows(params: Params, tokens: jax.Array, layout: PackedLayout) -> jax.A
     return jnp.concatenate([clean, block_rows], axis=1)
 
 
+@overload
+def forward(
+    config: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    layout: PackedLayout,
+    cache: None = None,
+    *,
+    remat: bool = False,
+) -> tuple[jax.Array, None]: ...
+
+
+@overload
+def forward(
+    config: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    layout: PackedLayout,
+    cache: KVCache,
+) -> tuple[jax.Array, KVCache]: ...
+
+
 def forward(
     config: ModelConfig,
     params: Params,
@@ -257,12 +287,14 @@ def forward(
     tables = rotary_tables(layout.positions, config.head_dim, config.rope_theta)
     layers = params["layers"]
     if isinstance(layers, tuple):
-        kv = [None] * len(layers) if cache is None else list(cache.layers)
-        length = None if cache is None else cache.length
-        for i, layer in enumerate(layers):
-            x, kv[i] = _layer(config, layer)(x, tables, layout, kv[i], length)
+        written: list[LayerKV] = []
+        for i, params_l in enumerate(layers):
+            kv, length = (None, None) if cache is None else (cache.layers[i], cache.length)
+            x, kv = _layer(config, params_l)(x, tables, layout, kv, length)
+            if kv is not None:
+                written.append(kv)
         if cache is not None:
-            cache = KVCache(tuple(kv), cache.length)
+            cache = KVCache(tuple(written), cache.length)
     else:
         if cache is not None:
             raise ValueError("decoding with a cache takes per-layer parameters: call unstack first")
@@ -281,7 +313,7 @@ def head_weight(params: Params) -> jax.Array:
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
     """hidden [..., D] → float32 logits [..., V'], V' the head's vocabulary."""
-    return linear(hidden, head_weight(params)).astype(jnp.float32)
+    return linear(hidden, head_weight(params), jnp.float32)
 
 
 def likeliest(logits: jax.Array) -> jax.Array:

@@ -93,12 +93,12 @@ class Tokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Sha256 (hex) of vocabulary, merges and special tokens: what makes ids exchangeable."""
+        """Sha256 (hex) of vocabulary and merges: what makes ids exchangeable."""
         vocab = self._backend.get_vocab(with_added_tokens=True)
         merges = json.loads(self._backend.to_str())["model"].get("merges") or []
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
         by_id = sorted((i, token) for token, i in vocab.items())
-        return _sha256(json.dumps([by_id, pairs, sorted(self.special_ids)]))
+        return _sha256(json.dumps([by_id, pairs]))
 
     @functools.cached_property
     def template_fingerprint(self) -> str:

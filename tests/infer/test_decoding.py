@@ -1,5 +1,6 @@
 """Losslessness of the decoders on tiny random models, with target and drafter on two devices."""
 
+import collections
 import functools
 
 import jax
@@ -7,23 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from d3d_jax import acceptance
 from d3d_jax.branches import Rectangle
 from d3d_jax.config import DecodeConfig
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.decoding import Decoder
-from d3d_jax.infer.roles import DrafterRole, DraftState, Target, pad_prompts, role_mesh
+from d3d_jax.infer.roles import DrafterRole, Target, pad_prompts, role_mesh
 from d3d_jax.models import decoder
 from d3d_jax.train.acceptance import OfflineAcceptance
-from tests.tiny_models import VOCAB, greedy, tiny_config, tiny_drafter, tiny_params
+from tests.tiny_models import VOCAB, greedy, memorise, tiny_config, tiny_drafter, tiny_params
 
-PROMPTS = [[5, 6, 7], list(range(20)), [40, 3]]
+PROMPTS = [[5, 6, 7], list(range(20)), [40, 3], [11] * 9]
 LENGTH = 24
 
 
 @functools.cache
 def models(model_type="qwen3"):
+    # Chosen among a few seeds: most random models soon repeat one token for ever.
     config = tiny_config(model_type)
-    return config, tiny_params(config)
+    return config, tiny_params(config, seed=4, scale=16.0)
 
 
 @functools.cache
@@ -32,12 +35,32 @@ def expected(model_type="qwen3"):
     return [greedy(config, params, prompt, LENGTH) for prompt in PROMPTS]
 
 
-def roles(model_type="qwen3", stop_ids=(), policy=(3, 2), devices=2, **drafter_changes):
+DRAFTERS = {
+    "shift 1": {},
+    "shift 0": dict(label_shift=0),
+    "causal block": dict(in_block="causal"),
+    "reduced vocabulary": dict(vocab=tuple(range(0, VOCAB, 2))),
+    "block of 2": dict(block_size=2),
+}
+
+
+@functools.cache
+def trained(kind, model_type="qwen3"):
+    """A drafter that has memorised part of what the target says."""
     config, params = models(model_type)
-    drafter, own = tiny_drafter(config, params, **drafter_changes)
+    changes = DRAFTERS[kind]
+    drafter, own = tiny_drafter(config, params, **changes)
+    return drafter, memorise(drafter, own, list(zip(PROMPTS, expected(model_type), strict=True)))
+
+
+@functools.cache
+def roles(kind="shift 1", model_type="qwen3", stop_ids=(), policy=(3, 2), devices=2):
+    config, params = models(model_type)
+    drafter, own = trained(kind, model_type)
     first, last = jax.devices()[0], jax.devices()[devices - 1]
     target = Target(config, decoder.unstack(params), role_mesh([first]), stop_ids)
-    policy = Rectangle(*policy, drafter.drafter.block_size)
+    width = drafter.drafter.block_size
+    policy = Rectangle(min(policy[0], width), policy[1], width)
     return target, DrafterRole(drafter, decoder.unstack(own), role_mesh([last]), policy)
 
 
@@ -46,43 +69,43 @@ def decode(mode, target, drafter, prompts=PROMPTS, count=LENGTH):
     return decoding.generate(prompts)
 
 
-DRAFTERS = {
-    "two layers": {},
-    "exact first draft": dict(layers=(0, 1, 2), in_block="causal"),
-    "shift 0": dict(label_shift=0),
-    "reduced vocabulary": dict(vocab=np.arange(0, VOCAB, 2)),
-    "block of 2": dict(block_size=2, policy=(2, 1)),
-    "one branch": dict(policy=(1, 1)),
-}
+def test_the_target_is_worth_decoding():
+    for model_type in ("qwen3", "llama"):
+        for tokens in expected(model_type):
+            assert len(set(tokens)) > 7
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
+@pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("mode", ["plain", "sync", "async"])
-def test_promise_3_every_mode_says_what_the_target_says(mode, drafter):
-    replies = decode(mode, *roles(**drafter))
+def test_promise_3_every_mode_says_what_the_target_says(mode, kind):
+    replies = decode(mode, *roles(kind))
     assert [reply.token_ids for reply in replies] == expected()
     assert all(reply.finish_reason == "length" for reply in replies)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_llama_and_one_shared_device(mode):
-    replies = decode(mode, *roles("llama", devices=1))
+    replies = decode(mode, *roles(model_type="llama", devices=1))
     assert [reply.token_ids for reply in replies] == expected("llama")
+    assert sum(reply.rounds for reply in replies) < len(PROMPTS) * (LENGTH - 1)
 
 
-def test_drafts_are_really_used():
-    """Shift 1 and causal blocks make the anchor's slot the target itself: it is always right."""
-    target, drafter = roles(layers=(0, 1, 2), in_block="causal")
-    for mode in ("sync", "async"):
-        for reply in decode(mode, target, drafter):
-            assert reply.rounds < LENGTH - 1 and reply.tau is not None and reply.tau >= 1.9
-    assert any(reply.hits for reply in decode("async", target, drafter))
+@pytest.mark.parametrize("kind", ["shift 1", "shift 0"])
+def test_every_outcome_occurs_with_hits_and_misses(kind):
+    """What the losslessness tests rest on: the trained drafters reach all cases."""
+    decoding = Decoder(*roles(kind), DecodeConfig(mode="async", max_new_tokens=LENGTH))
+    counts = collections.Counter(len(new) for _, new in decoding.stream(PROMPTS))
+    assert set(counts) == {1, 2, 3, 4}
+    hits = sum(reply.hits for reply in decoding.replies)
+    assert 0 < hits < sum(reply.chances for reply in decoding.replies)
 
 
 @pytest.mark.parametrize("mode", ["plain", "sync", "async"])
 def test_stops_and_limits_clip_each_row_for_itself(mode):
-    stop = expected()[1][7]
-    target, drafter = roles(stop_ids=(stop,), layers=(0, 1, 2), in_block="causal")
+    # The stop ends one reply in the middle and appears nowhere in most others.
+    tokens = expected()[1]
+    stop = next(t for i, t in enumerate(tokens) if i >= 6 and t not in tokens[:i])
+    target, drafter = roles(stop_ids=(stop,))
     config, params = models()
     for count in (1, 2, 13):
         replies = decode(mode, target, drafter, count=count)
@@ -93,16 +116,17 @@ def test_stops_and_limits_clip_each_row_for_itself(mode):
 
 
 @pytest.mark.parametrize("mode", ["plain", "sync", "async"])
-def test_capacity_grows_without_losing_anything(mode):
-    prompt = np.random.default_rng(0).integers(0, VOCAB, 232).tolist()
+def test_capacity_grows_without_losing_anything_or_recompiling(mode):
+    prompt = np.random.default_rng(0).integers(0, VOCAB, 185).tolist()
     config, params = models()
-    target, drafter = roles(layers=(0, 1, 2), in_block="causal")
-    decoding = Decoder(target, drafter, DecodeConfig(mode=mode, max_new_tokens=40))
-    assert decoding.generate([prompt])[0].token_ids == greedy(config, params, prompt, 40)
-    # Two buckets were used, and each compiled its steps once.
-    assert target._verify._cache_size() == 2
-    decoding.generate([prompt[::-1]])
-    assert target._verify._cache_size() == 2
+    target, drafter = roles.__wrapped__()
+    decoding = Decoder(target, drafter, DecodeConfig(mode=mode, max_new_tokens=80))
+    assert decoding.generate([prompt])[0].token_ids == greedy(config, params, prompt, 80)
+    steps = [target._verify, drafter._draft, drafter._prepare, drafter._resolve]
+    compiled = [step._cache_size() for step in steps]
+    assert compiled[0] == 2  # one for each bucket
+    decoding.generate([prompt[5:]])
+    assert [step._cache_size() for step in steps] == compiled
 
 
 def test_bad_prompts_are_refused_before_work_starts():
@@ -118,43 +142,57 @@ def test_bad_prompts_are_refused_before_work_starts():
         Decoder(target, None, DecodeConfig(mode="async"))
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-def test_a_prepared_branch_is_the_synchronous_draft_of_its_outcome(shift):
+def outcome_report(drafter, emitted):
+    report = np.full((1, acceptance.TOKENS + drafter.width), -1, np.int32)
+    report[0, acceptance.COUNT], report[0, acceptance.ACTIVE] = len(emitted), 1
+    report[0, acceptance.TOKENS : acceptance.TOKENS + len(emitted)] = emitted
+    return drafter.put(report)
+
+
+@pytest.mark.parametrize("kind", ["shift 1", "shift 0"])
+def test_a_prepared_branch_is_the_synchronous_draft_of_its_outcome(kind):
     """Every outcome, hit or miss: resolve and draft hand over the same block and cache length."""
-    target, drafter = roles(label_shift=shift, policy=(4, 2))
+    target, drafter = roles(kind, policy=(4, 2))
+    width = drafter.width
     tokens, lengths = pad_prompts(PROMPTS[:1])
-    report, _ = target.prefill(tokens, lengths, np.array([LENGTH], np.int32), 64)
-    report = drafter.put(report)
+    report = drafter.put(target.prefill(tokens, lengths, np.array([LENGTH], np.int32), 64)[0])
 
     def state():
         return drafter.first_draft(drafter.prefill(tokens, lengths, 64), report)[1]
 
-    prepared = drafter.prepare(state())[2]
-    outcomes = list(zip(prepared.outcome.tolist(), prepared.anchors[0].tolist(), strict=True))
     block = np.asarray(state().block)[0].tolist()
+    prepared = drafter.prepare(state())[2]
+    outcomes = list(zip(prepared.outcome[0].tolist(), prepared.anchors[0].tolist(), strict=True))
+    if kind == "shift 0":
+        # The early branch starts at the last draft; its first slot says which bonus it is for.
+        (_, last), hidden = outcomes.pop(), drafter.prepare(state())[1][:, -1]
+        assert last == block[-1]
+        slots = np.asarray(drafter._read(drafter.params, hidden, jnp.array([last]))[1])[0, :, 0]
+        bonus = outcome_report(drafter, [*block[1:], int(slots[0])])
+        got, _ = drafter.resolve(*drafter.prepare(state()), bonus)
+        assert int(got[0, 0]) == 1
+        assert got[0, 1 : width - 1].tolist() == slots[1:].tolist()
+        other = outcome_report(drafter, [*block[1:], (int(slots[0]) + 1) % VOCAB])
+        assert int(drafter.resolve(*drafter.prepare(state()), other)[0][0, 0]) == 0
     missing = next(v for v in range(VOCAB) if (2, v) not in outcomes and v != block[2])
-    hits = 0
     for count, token in [*outcomes, (2, missing)]:
-        emitted = [*block[1:count], token]
-        outcome = np.full((1, drafter.width + 1), -1, np.int32)
-        outcome[0, 0], outcome[0, 1 : 1 + count] = count, emitted
-        got, after = drafter.resolve(*drafter.prepare(state()), drafter.put(outcome))
-        want, sync = drafter.draft(state(), drafter.put(outcome))
-        hits += int(got[0, 0])
-        assert int(want[0, 0]) == 0
-        # At shift 0 the block after full acceptance is a draft short.
-        drafts = drafter.width - 1 - int(shift == 0 and count == drafter.width)
-        if not (shift == 0 and count == drafter.width and got[0, 0]):
-            np.testing.assert_array_equal(got[0, 1 : 1 + drafts], want[0, 1 : 1 + drafts])
+        outcome = outcome_report(drafter, [*block[1:count], token])
+        got, after = drafter.resolve(*drafter.prepare(state()), outcome)
+        want, sync = drafter.draft(state(), outcome)
+        assert (int(got[0, 0]), int(want[0, 0])) == (int(token != missing), 0)
+        np.testing.assert_array_equal(got[0, 1:], want[0, 1:])
+        np.testing.assert_array_equal(after.candidate_ids, sync.candidate_ids)
         np.testing.assert_array_equal(after.cache.length, sync.cache.length)
         size = int(after.cache.length[0])
         for ours, theirs in zip(after.cache.layers, sync.cache.layers, strict=True):
             np.testing.assert_allclose(ours[0][:, :, :size], theirs[0][:, :, :size], atol=1e-5)
-    assert hits >= len(outcomes) - (shift == 0)
 
 
 class Documents:
     """As much of a dataset as offline acceptance needs."""
+
+    class manifest:
+        sampling = {"greedy": True}  # noqa: RUF012
 
     def __init__(self, pairs):
         self.pairs = pairs
@@ -167,29 +205,43 @@ class Documents:
         return {"tokens": np.array(prompt + response, np.int32), "prompt_length": len(prompt)}
 
 
-@pytest.mark.parametrize("changes", [{}, dict(layers=(0, 1, 2), in_block="causal")], ids=str)
-@pytest.mark.parametrize("shift", [0, 1])
-def test_promise_5_offline_tau_is_decoded_tau(shift, changes):
-    target, drafter = roles(label_shift=shift, **changes)
-    config, params = models()
-    settings, own = tiny_drafter(config, params, label_shift=shift, **changes)
-    documents = Documents(list(zip(PROMPTS, expected(), strict=True)))
-    offline = OfflineAcceptance(settings, documents).measure(own)
-    modes = ("sync", "async") if shift == 1 else ("sync",)
+@pytest.mark.parametrize("kind", ["shift 1", "shift 0", "causal block", "reduced vocabulary"])
+def test_promise_5_offline_tau_is_decoded_tau(kind):
+    stop = expected()[1][9]
+    target, drafter = roles(kind, stop_ids=(stop,))
+    modes = ("sync",) if kind == "shift 0" else ("sync", "async")
     for mode in modes:
         replies = decode(mode, target, drafter)
+        pairs = [(p, r.token_ids) for p, r in zip(PROMPTS, replies, strict=True)]
+        offline = OfflineAcceptance(trained(kind)[0], Documents(pairs)).measure(trained(kind)[1])
         assert offline.rounds.tolist() == [reply.rounds for reply in replies]
         assert offline.tokens.tolist() == [len(reply.token_ids) - 1 for reply in replies]
+        assert offline.tau > 1.2
 
 
-def test_frozen_rows_keep_their_length():
+def test_sampled_responses_have_no_offline_tau():
+    documents = Documents([])
+    with pytest.raises(D3DError, match="empty"):
+        OfflineAcceptance(trained("shift 1")[0], documents)
+    documents.pairs, documents.manifest = [([1], [2, 3])], type("M", (), {"sampling": {}})
+    with pytest.raises(D3DError, match="needs greedy responses"):
+        OfflineAcceptance(trained("shift 1")[0], documents)
+
+
+def test_frozen_rows_keep_their_length_on_both_sides():
     target, drafter = roles()
     tokens, lengths = pad_prompts(PROMPTS)
-    limits = np.array([1, LENGTH, LENGTH], np.int32)
+    limits = np.array([1, LENGTH, LENGTH, LENGTH], np.int32)
     report, state = target.prefill(tokens, lengths, limits, 64)
-    _, drafts = drafter.first_draft(drafter.prefill(tokens, lengths, 64), drafter.put(report))
-    assert isinstance(drafts, DraftState)
-    block = jnp.zeros((3, drafter.width), jnp.int32)
-    report, state = target.verify(state, target.put(block))
-    assert report[0].tolist() == [0] + [-1] * drafter.width
-    assert state.cache.length[0] == lengths[0] and state.cache.length[1] > lengths[1]
+    assert report[:, acceptance.ACTIVE].tolist() == [0, 1, 1, 1]
+    handover, drafts = drafter.first_draft(
+        drafter.prefill(tokens, lengths, 64), drafter.put(report)
+    )
+    prepared = drafter.prepare(drafts)
+    report, state = target.verify(state, target.put(handover))
+    assert report[0].tolist() == [0, 0] + [-1] * drafter.width
+    _, drafts = drafter.resolve(*prepared, drafter.put(report))
+    for cache in (state.cache, drafts.cache):
+        assert cache.length[0] == lengths[0] and (cache.length[1:] > lengths[1:]).all()
+    _, drafts = drafter.draft(drafts, drafter.put(report))
+    assert drafts.cache.length[0] == lengths[0]

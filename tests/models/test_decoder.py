@@ -15,10 +15,10 @@ from d3d_jax.models import checkpoint, decoder
 from tests.tiny_models import tiny_config, tiny_params
 
 SHAPES = [
-    tiny_config("qwen3"),
-    tiny_config("qwen3", tie_word_embeddings=False, num_attention_heads=8, head_dim=8),
+    tiny_config("qwen3", tie_word_embeddings=True),
+    tiny_config("qwen3", num_attention_heads=8, head_dim=8),
     tiny_config("qwen3", num_attention_heads=5, num_key_value_heads=1),
-    tiny_config("llama", head_dim=8),
+    tiny_config("llama", head_dim=8, tie_word_embeddings=True),
 ]
 
 
@@ -116,6 +116,8 @@ def test_likeliest_is_argmax_with_the_lowest_id_of_a_tie():
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"head_dim": None}, "head_dim"),
+        ({"hidden_size": "32"}, "hidden_size"),
+        ({"num_attention_heads": "4"}, "num_attention_heads"),
     ],
 )
 def test_configs_without_silent_defaults(change, message):
@@ -125,7 +127,7 @@ def test_configs_without_silent_defaults(change, message):
 
 
 def test_damaged_checkpoints_are_named(tmp_path):
-    config = tiny_config()
+    config = tiny_config(tie_word_embeddings=True)
     folder = tmp_path / "model"
     checkpoint.save_model(folder, config, jax.device_get(tiny_params(config)))
     wider = dataclasses.replace(config, intermediate_size=96)
@@ -136,6 +138,10 @@ def test_damaged_checkpoints_are_named(tmp_path):
         checkpoint.load_params(folder, untied, stacked=True)
     with pytest.raises(D3DError, match="exists already"):
         checkpoint.save_model(folder, config, jax.device_get(tiny_params(config)))
+    (folder / checkpoint.INDEX).write_text('{"weight_map": ')
+    with pytest.raises(D3DError, match=r"index\.json is damaged"):
+        checkpoint.load_params(folder, config, stacked=True)
+    (folder / checkpoint.INDEX).unlink()
     weights = folder / checkpoint.WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(D3DError, match="damaged or truncated"):

@@ -8,9 +8,10 @@ import signal
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
-from d3d_jax.drafter import FROZEN, load_drafter
+from d3d_jax.drafter import load_drafter
 from d3d_jax.errors import D3DError
 from d3d_jax.models import checkpoint
 from d3d_jax.train import trainer as trainers
@@ -56,9 +57,13 @@ def dataset(tmp_path_factory):
     return build_dataset(folder / "responses", folder / "dataset")
 
 
-def make(run, dataset, report=lambda metrics: None, **changes):
+def target_params():
+    return tiny_params(tiny_config(), scale=1.0)
+
+
+def make(run, dataset, report=lambda metrics: None, seed_of_drafter=0, **changes):
     config = tiny_config()
-    drafter, params = tiny_drafter(config, tiny_params(config, scale=1.0))
+    drafter, params = tiny_drafter(config, tiny_params(config, seed_of_drafter, scale=1.0))
     return trainers.Trainer(
         drafter,
         jax.device_get(params),
@@ -78,6 +83,10 @@ def weights(folder):
 def test_an_interrupted_run_continues_to_the_same_bits(tmp_path, dataset):
     straight = make(tmp_path / "straight", dataset).train()
 
+    def final_state(run):
+        with ocp.CheckpointManager((run / "checkpoints").absolute()) as manager:
+            return manager.restore(6, args=ocp.args.StandardRestore())
+
     def interrupt(metrics):
         if metrics["step"] == 3:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -88,6 +97,9 @@ def test_an_interrupted_run_continues_to_the_same_bits(tmp_path, dataset):
     assert not (run / "drafter").exists()
     resumed = make(run, dataset).train()
     jax.tree.map(np.testing.assert_array_equal, weights(resumed), weights(straight))
+    # The export is bfloat16; the checkpoints hold the float32 parameters and optimizer state.
+    states = final_state(run), final_state(tmp_path / "straight")
+    jax.tree.map(np.testing.assert_array_equal, *states)
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4, 5, 6]
 
@@ -99,7 +111,7 @@ def test_it_learns_and_its_export_loads(tmp_path, dataset):
     assert seen[-1]["tau"] > 1.5
     config = tiny_config()
     target = tmp_path / "target"
-    checkpoint.save_model(target, config, jax.device_get(tiny_params(config, scale=1.0)))
+    checkpoint.save_model(target, config, jax.device_get(target_params()))
     drafter, params = load_drafter(out, target, stacked=False)
     assert drafter.drafter.num_anchors == CONFIG.anchors_per_document
     assert params["embed"].shape == (VOCAB, config.hidden_size) and len(params["layers"]) == 2
@@ -112,8 +124,7 @@ def test_micro_batches_and_devices_change_nothing(dataset, tmp_path, rows):
     batch = PackedBatches(
         made.dataset, max_tokens=48, max_blocks=12, anchors_per_document=6, batch_rows=rows, seed=0
     ).batch(0)
-    frozen = {k: v for k, v in made.params.items() if k in FROZEN}
-    trained = {k: v for k, v in made.params.items() if k not in FROZEN}
+    frozen, trained = made.split(made.params)
     results = []
     for parts, sharding in [(1, jax.devices()[0]), (2, made._rows)]:
         config = dataclasses.replace(CONFIG, batch_rows=rows, micro_batches=parts)
@@ -133,6 +144,8 @@ def test_settings_and_devices_are_checked_first(tmp_path, dataset):
     make(tmp_path / "run", dataset)
     with pytest.raises(D3DError, match="other settings"):
         make(tmp_path / "run", dataset, learning_rate=0.5)
+    with pytest.raises(D3DError, match="initial drafter"):
+        make(tmp_path / "run", dataset, seed_of_drafter=1)
     with pytest.raises(D3DError, match="multiple of the 2 devices"):
         make(tmp_path / "other", dataset, batch_rows=1)
 
@@ -141,9 +154,13 @@ def test_configs_refuse_what_they_do_not_know(tmp_path):
     assert load_config("smollm2-135m", ("steps=7", "learning_rate=1e-4")).learning_rate == 1e-4
     for overrides, message in [
         (("stepz=7",), "unknown training setting 'stepz'"),
-        (("steps=many",), "steps must be a non-negative int"),
+        (("steps=many",), "steps must be of type int"),
         (("steps",), "key=value"),
         (("batch_rows=3", "micro_batches=2"), "multiple of micro_batches"),
+        (("eval_every=0",), "eval_every must be of type int and at least 1"),
+        (("gamma=0",), "gamma must be above 0"),
+        (("learning_rate=.nan",), "learning_rate"),
+        (("remat=1",), "remat"),
     ]:
         with pytest.raises(D3DError, match=message):
             load_config("smollm2-135m", overrides)
