@@ -192,7 +192,10 @@ class DrafterConfig:
         required = {n for n, f in known.items() if f.default is dataclasses.MISSING}
         if missing := sorted(required - set(section)):
             raise D3DError(f"config.json: drafter field {missing[0]!r} is missing in section 'd3d'")
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in section.items()}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in section.items()
+        }
         return cls(**values)
 
     def num_drafts(self, block_size: int) -> int:

@@ -23,6 +23,9 @@ from d3d_jax.models.tokenizer import Tokenizer
 
 # (C, F) of the branches where the caller names none; C never above the block size.
 DEFAULT_RECTANGLE = (4, 1)
+# W where the caller names none and the drafter is on a CPU: there the time of a verification grows
+# with its rows, and what a small drafter gets right beyond three drafts does not pay for them.
+CPU_BLOCK_SIZE = 4
 # jax.Device objects; type checkers take that name for a variable.
 Devices = list[Any]
 
@@ -108,7 +111,7 @@ def load_drafter_role(
 
     Args:
       tokenizer: of the target.
-      block_size: W of a round; None takes the drafter's own.
+      block_size: W of a round; None takes the drafter's own, on a CPU `CPU_BLOCK_SIZE` at most.
       rectangle: (C, F) of the branches of asynchronous decoding; None takes the default.
 
     Raises:
@@ -119,7 +122,8 @@ def load_drafter_role(
     if config is None:
         raise D3DError(f"{folder} is not a drafter: its config.json has no 'd3d' section")
     check_drafter(config, tokenizer, folder)
-    width = block_size or config.block_size
+    on_cpu = devices[0].platform == "cpu"
+    width = block_size or min(config.block_size, CPU_BLOCK_SIZE if on_cpu else config.block_size)
     if width > config.block_size:
         raise D3DError(
             f"block size {width} is above the {config.block_size} that the drafter {folder} was "

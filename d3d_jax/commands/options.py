@@ -188,7 +188,7 @@ class Generate:
     raw: bool = False
     max_new_tokens: int = 256
     max_length: Annotated[int | None, _arg("N", "the model's own limit")] = None
-    block_size: Annotated[int | None, _arg("W", "the drafter's own")] = None
+    block_size: Annotated[int | None, _arg("W", "the drafter's own; on CPU at most 4")] = None
     rectangle: Annotated[tuple[int, int] | None, _arg("C F", "4 1, C at most W")] = None
     batch: int = 1
     json: bool = False
@@ -223,7 +223,7 @@ class Demo:
     drafter: Annotated[Path | None, _arg("DIR", "the one shipped for this target")] = None
     prompts: int = 6
     max_new_tokens: int = 128
-    block_size: Annotated[int | None, _arg("W", "the drafter's own")] = None
+    block_size: Annotated[int | None, _arg("W", "the drafter's own; on CPU at most 4")] = None
     rectangle: Annotated[tuple[int, int] | None, _arg("C F", "4 1, C at most W")] = None
     out: Annotated[Path, _arg("DIR")] = Path("demo-results")
     from_scratch: bool = False

@@ -285,7 +285,8 @@ def test_fingerprints_tell_what_ids_mean(copy, tmp_path):
     convert_gguf(tmp_path / "m.gguf", tmp_path / "other")
     other = Tokenizer.from_folder(tmp_path / "other")
     assert other.encode("<|im_end|>") == [2] and other.decode([2]) == "<|im_end|>"
-    assert other.fingerprint != first.fingerprint
+    # Which tokens are special is a matter of reading text, not of what ids mean.
+    assert other.fingerprint == first.fingerprint
 
 
 @pytest.fixture(scope="module")
