@@ -8,6 +8,7 @@ round, recompilations, and greedy `generate` of transformers + torch on the same
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -20,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from d3d_jax.config import DecodeConfig
+from d3d_jax.config import DecodeConfig, ModelConfig
+from d3d_jax.drafter import Drafter
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.loading import (
     load_drafter_role,
@@ -29,10 +31,14 @@ from d3d_jax.infer.loading import (
     shipped_drafter,
 )
 from d3d_jax.infer.measure import Spread
-from d3d_jax.infer.roles import Target, pad_prompts
+from d3d_jax.infer.roles import DrafterRole, Target, pad_prompts, role_mesh
+from d3d_jax.models import decoder
 from d3d_jax.models.registry import resolve_model
 
-PROMPT = "Explain in a few sentences why the sky is blue and why sunsets are red."
+PROMPT = (
+    "A baker sold 48 rolls on Monday and half as many on Tuesday. How many rolls did she sell in "
+    "all? Explain step by step."
+)
 
 
 def times(step: Callable[[], Any], repeats: int = 20, warm_up: int = 2) -> Spread:
@@ -70,9 +76,9 @@ def step_times(target: Target, prompt: list[int], rows: int, cached: int) -> Spr
     return times(step)
 
 
-def decode(decoder: Decoder, prompt: list[int]) -> dict[str, Any]:
+def decode(decoding: Decoder, prompt: list[int]) -> dict[str, Any]:
     """Tokens per second of a whole reply, and the host's milliseconds per round."""
-    decoder.generate([prompt])
+    decoding.generate([prompt])
     compiled = 0
 
     def count(event: str, seconds: float, **_: Any) -> None:
@@ -80,16 +86,46 @@ def decode(decoder: Decoder, prompt: list[int]) -> dict[str, Any]:
         compiled += event.endswith("backend_compile_duration")
 
     jax.monitoring.register_event_duration_secs_listener(count)
-    reply = decoder.generate([prompt])[0]
+    reply = decoding.generate([prompt])[0]
     jax.monitoring.unregister_event_duration_listener(count)
-    timing = decoder.timing
+    timing = decoding.timing
     return {
         "tokens_per_second": (len(reply.token_ids) - 1) / timing.decode,
         "host_ms_per_round": 1e3 * timing.host / timing.rounds,
         "recompilations": compiled,
         "tau": reply.tau,
-        "token_ids": reply.token_ids,
+        "hit_rate": reply.hit_rate if decoding.config.mode == "async" else None,
     }
+
+
+def host_alone(target: Target, drafter: DrafterRole, tokens: int) -> dict[str, float]:
+    """The host's milliseconds per round where it has the machine to itself.
+
+    The same programs with as many layers and arrays, but so narrow that computing them takes next
+    to nothing: on a CPU the real ones keep every core busy, which the host's clock would count.
+    """
+
+    def narrow(config: ModelConfig) -> ModelConfig:
+        return dataclasses.replace(
+            config, vocab_size=64, hidden_size=16, intermediate_size=16, head_dim=4
+        )
+
+    model, own = narrow(target.config), narrow(drafter.config)
+    params = decoder.init_params(model, jax.random.key(0))
+    drafts = decoder.init_params(own, jax.random.key(1)) | {"mask": params["embed"][1]}
+    settings = dataclasses.replace(drafter.drafter, draft_vocab_size=None)
+    home = [next(iter(role.sharding.device_set)) for role in (target, drafter)]
+    small = Target(model, decoder.unstack(params), role_mesh(home[:1]), ())
+    small_drafter = DrafterRole(
+        Drafter(own, settings), decoder.unstack(drafts), role_mesh(home[1:]), drafter.policy
+    )
+    result = {}
+    for mode in ("plain", "sync", "async"):
+        decoding = Decoder(small, small_drafter, DecodeConfig(mode=mode, max_new_tokens=tokens))
+        decoding.generate([[1, 2, 3]])
+        decoding.generate([[1, 2, 3]])
+        result[mode] = 1e3 * decoding.timing.host / decoding.timing.rounds
+    return result
 
 
 def torch_generate(folder: Path, prompt: list[int], count: int) -> tuple[float, list[int]]:
@@ -143,7 +179,8 @@ def main() -> None:
     result["streaming_bound_ms"] = 1e3 * float(np.median(bound))
     result["plain_step_ms"] = 1e3 * float(np.median(plain))
     result["share_of_bound"] = [round(b / p, 3) for b, p in zip(bound, plain, strict=True)]
-    for rows, cached in [(1, 100), (2, 100), (4, 100), (8, 100), (16, 100), (1, 1000)]:
+    shapes = [(1, 100), (2, 100), (4, 100), (8, 100), (16, 100), (1, 1000)]
+    for rows, cached in shapes:
         spread = step_times(target, prompt, rows, cached)
         result[f"rows_{rows}_cached_{cached}_ms"] = [1e3 * spread.median, 1e3 * spread.iqr]
     result["decode"] = {}
@@ -153,14 +190,14 @@ def main() -> None:
         drafter = None
         if mode != "plain" and home is not None:
             drafter = load_drafter_role(home, folder, tokenizer, drafter_devices)
-        decoder = Decoder(target, drafter, DecodeConfig(mode=mode, max_new_tokens=args.tokens))
-        figures = decode(decoder, prompt)
-        figures.pop("token_ids")
-        result["decode"][mode] = figures
-    decoder = Decoder(target, None, DecodeConfig(mode="plain", max_new_tokens=args.tokens))
+        decoding = Decoder(target, drafter, DecodeConfig(mode=mode, max_new_tokens=args.tokens))
+        result["decode"][mode] = decode(decoding, prompt)
+        if mode == "async" and drafter is not None:
+            result["host_ms_per_round_alone"] = host_alone(target, drafter, args.tokens)
+    decoding = Decoder(target, None, DecodeConfig(mode="plain", max_new_tokens=args.tokens))
     ours, theirs = [], []
     for _ in range(args.rounds):
-        ours.append(decode(decoder, prompt)["tokens_per_second"])
+        ours.append(decode(decoding, prompt)["tokens_per_second"])
         theirs.append(torch_generate(folder, prompt, args.tokens)[0])
     result["plain_tokens_per_second"] = ours
     result["torch_tokens_per_second"] = theirs
