@@ -1,6 +1,7 @@
 """Tiny random models for tests: configurations and parameters, without files or tokenizers."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -144,3 +145,18 @@ def memorise(drafter, params, pairs, steps=60):
         return jax.lax.scan(step, (trained, optimizer.init(trained)), length=steps)[0][0]
 
     return {**train(trained), **frozen}
+
+
+class Documents:
+    """As much of a dataset as offline acceptance needs: (prompt, response) pairs of token ids."""
+
+    def __init__(self, pairs, greedy=True):
+        self.pairs = pairs
+        self.manifest = types.SimpleNamespace(sampling={"greedy": greedy})
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __getitem__(self, i):
+        prompt, response = self.pairs[i]
+        return {"tokens": np.array(prompt + response, np.int32), "prompt_length": len(prompt)}

@@ -16,7 +16,15 @@ from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.roles import DrafterRole, Target, pad_prompts, role_mesh
 from d3d_jax.models import decoder
 from d3d_jax.train.acceptance import OfflineAcceptance
-from tests.tiny_models import VOCAB, greedy, memorise, tiny_config, tiny_drafter, tiny_params
+from tests.tiny_models import (
+    VOCAB,
+    Documents,
+    greedy,
+    memorise,
+    tiny_config,
+    tiny_drafter,
+    tiny_params,
+)
 
 PROMPTS = [[5, 6, 7], list(range(20)), [40, 3], [11] * 9]
 LENGTH = 24
@@ -188,23 +196,6 @@ def test_a_prepared_branch_is_the_synchronous_draft_of_its_outcome(kind):
             np.testing.assert_allclose(ours[0][:, :, :size], theirs[0][:, :, :size], atol=1e-5)
 
 
-class Documents:
-    """As much of a dataset as offline acceptance needs."""
-
-    class manifest:
-        sampling = {"greedy": True}  # noqa: RUF012
-
-    def __init__(self, pairs):
-        self.pairs = pairs
-
-    def __len__(self):
-        return len(self.pairs)
-
-    def __getitem__(self, i):
-        prompt, response = self.pairs[i]
-        return {"tokens": np.array(prompt + response, np.int32), "prompt_length": len(prompt)}
-
-
 @pytest.mark.parametrize("kind", ["shift 1", "shift 0", "causal block", "reduced vocabulary"])
 def test_promise_5_offline_tau_is_decoded_tau(kind):
     stop = expected()[1][9]
@@ -220,12 +211,10 @@ def test_promise_5_offline_tau_is_decoded_tau(kind):
 
 
 def test_sampled_responses_have_no_offline_tau():
-    documents = Documents([])
     with pytest.raises(D3DError, match="empty"):
-        OfflineAcceptance(trained("shift 1")[0], documents)
-    documents.pairs, documents.manifest = [([1], [2, 3])], type("M", (), {"sampling": {}})
+        OfflineAcceptance(trained("shift 1")[0], Documents([]))
     with pytest.raises(D3DError, match="needs greedy responses"):
-        OfflineAcceptance(trained("shift 1")[0], documents)
+        OfflineAcceptance(trained("shift 1")[0], Documents([([1], [2, 3])], greedy=False))
 
 
 def test_frozen_rows_keep_their_length_on_both_sides():

@@ -14,6 +14,7 @@ from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.loading import load_drafter_role, load_target, shipped_drafter
 from d3d_jax.models.registry import resolve_model
 from d3d_jax.train.acceptance import OfflineAcceptance
+from tests.tiny_models import Documents
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NAME = "smollm2-135m"
@@ -88,16 +89,12 @@ def test_offline_tau_of_the_shipped_drafter_is_decoded_tau(folder, target, draft
     decoder = Decoder(target[0], drafter, DecodeConfig(mode="sync", max_new_tokens=64))
     replies = decoder.generate(prompts[4:8])
 
-    class Documents:
-        def __len__(self):
-            return len(replies)
-
-        def __getitem__(self, i):
-            ids = np.array(prompts[4 + i] + replies[i].token_ids, np.int32)
-            return {"tokens": ids, "prompt_length": len(prompts[4 + i])}
-
+    documents = Documents(
+        [(p, reply.token_ids) for p, reply in zip(prompts[4:8], replies, strict=True)]
+    )
     home = shipped_drafter(NAME)
     assert home is not None
     settings, params = load_drafter(home, folder, stacked=True, dtype=np.float32)
-    offline = OfflineAcceptance(settings, Documents()).measure(jax.device_put(params))
+    acceptance = OfflineAcceptance(settings, documents, block_size=drafter.width)
+    offline = acceptance.measure(jax.device_put(params))
     assert offline.rounds.tolist() == [reply.rounds for reply in replies]
