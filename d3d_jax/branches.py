@@ -36,6 +36,8 @@ class Rectangle:
                 f"rectangle C = {self.outcomes} must be between 1 and the block size "
                 f"{self.block_size}"
             )
+        if self.fan_out < 1:
+            raise D3DError(f"rectangle F must be at least 1, found {self.fan_out}")
 
     @property
     def num_branches(self) -> int:

@@ -35,27 +35,29 @@ _DESCRIPTION = "Lossless speculative decoding with standalone block-diffusion dr
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns the exit status.
 
-    0: done. 2: something the user can mend, said in one line on stderr. 130: Ctrl-C. 141: whoever
-    read the output went away. Errors in the options themselves exit with 2 from inside tyro.
+    0: done. 2: something the user can mend, said in one line on stderr; errors in the options
+    themselves exit so from inside tyro. 130: Ctrl-C, 143: SIGTERM, after saving where there is
+    something to save. 141: whoever read the output went away.
     """
     try:
         with _interrupts_kept():
             chosen = _parse(argv)
             module = next(module for kind, module in COMMANDS.values() if isinstance(chosen, kind))
             importlib.import_module(module).run(chosen)
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed by the caller
+                sys.stdout.flush()
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
     except BrokenPipeError:
         # The interpreter flushes stdout once more at exit, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
     except D3DError as error:
         _say(f"error: {error}")
-        return 2
+        return error.exit_status
     except OSError as error:
-        _say(f"error: {error.filename or 'a file'}: {error.strerror or error}")
+        _say(f"error: {error.filename or 'input or output'}: {error.strerror or error}")
         return 2
     return 0
 

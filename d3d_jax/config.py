@@ -171,6 +171,10 @@ class DrafterConfig:
     num_anchors: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("block_size", "mask_token_id", "label_shift", "num_anchors"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise D3DError(f"drafter field {name} must be a whole number, found {value!r}")
         if self.block_size < 2:
             raise D3DError(f"block_size must be at least 2, found {self.block_size}")
         if self.label_shift not in (0, 1):
@@ -186,6 +190,8 @@ class DrafterConfig:
     @classmethod
     def from_json(cls, section: Mapping[str, Any]) -> DrafterConfig:
         """Reads the `d3d` section; unknown or missing fields raise `D3DError` by name."""
+        if not isinstance(section, Mapping):
+            raise D3DError("config.json: section 'd3d' is not an object of drafter fields")
         known = {field.name: field for field in dataclasses.fields(cls)}
         if unknown := sorted(set(section) - set(known)):
             raise D3DError(f"config.json: unknown drafter field {unknown[0]!r} in section 'd3d'")

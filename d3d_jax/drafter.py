@@ -47,6 +47,10 @@ def load_drafter(
     params = checkpoint.load_params(
         folder, model, stacked=stacked, dtype=dtype, shares=config.shares
     )
+    if config.mask_token_id >= model.vocab_size:
+        raise D3DError(
+            f"{folder}: mask_token_id {config.mask_token_id} is outside 0..{model.vocab_size - 1}"
+        )
     if "mask" not in params:
         raise D3DError(f"{folder}: tensor {checkpoint.MASK_KEY} is missing")
     if config.shares:

@@ -119,7 +119,7 @@ class Decoder:
 
     def check(self, prompts: list[list[int]]) -> None:
         """Raises `D3DError` for a prompt that cannot be decoded."""
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(prompts, start=1):
             if not prompt:
                 raise D3DError(f"prompt {number} is empty")
             if len(prompt) >= self.limit:

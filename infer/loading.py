@@ -132,4 +132,7 @@ def load_drafter_role(
     outcomes, fan_out = rectangle or (min(DEFAULT_RECTANGLE[0], width), DEFAULT_RECTANGLE[1])
     policy = Rectangle(outcomes, fan_out, width)
     drafter, params = load_drafter(folder, target_folder, stacked=False, dtype=dtype)
+    tokens = config.draft_vocab_size or drafter.model.vocab_size
+    if policy.num_candidates > tokens:
+        raise D3DError(f"rectangle F = {fan_out} is too many for a vocabulary of {tokens} tokens")
     return DrafterRole(drafter, params, role_mesh(devices), policy, dtype)

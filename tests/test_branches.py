@@ -46,3 +46,8 @@ def test_shift_0_prepares_full_acceptance_from_the_last_draft():
 def test_a_rectangle_wider_than_the_block_is_refused():
     with pytest.raises(D3DError, match="between 1 and the block size 4"):
         Rectangle(5, 1, 4)
+
+
+def test_a_rectangle_without_fan_out_is_refused():
+    with pytest.raises(D3DError, match="F must be at least 1"):
+        Rectangle(2, 0, 4)

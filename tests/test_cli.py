@@ -226,9 +226,9 @@ BAD_GENERATE = {
     "block too large": (["--block-size", "5"], "block size 5 is above the 4"),
     "rectangle too large": (["--rectangle", "5", "1"], "C = 5"),
     "longer than the model": (["--max-length", "513"], "above the model's limit of 512"),
-    "prompt too long": (["--max-length", "8"], "prompt 0 has"),
+    "prompt too long": (["--max-length", "8"], "prompt 1 has"),
     "not a drafter": (["--drafter", "TARGET"], "is not a drafter"),
-    "no such drafter": (["--drafter", "nonesuch"], "it has no config.json"),
+    "no such drafter": (["--drafter", "nonesuch"], "there is no folder nonesuch"),
     "system without template": (["--raw", "--system", "a"], "--system"),
 }
 

@@ -66,6 +66,8 @@ class TrainConfig:
                 )
         if self.gamma == 0:
             raise D3DError("training setting gamma must be above 0")
+        if max(self.b1, self.b2) >= 1:
+            raise D3DError(f"b1 and b2 must be below 1, found {self.b1} and {self.b2}")
         if self.batch_rows % self.micro_batches:
             raise D3DError(
                 f"batch_rows {self.batch_rows} must be a multiple of "
@@ -108,7 +110,7 @@ def load_config(name_or_path: str, overrides: tuple[str, ...] = ()) -> TrainConf
         raise D3DError(
             f"no training config {name_or_path!r}; give a YAML file or one of: {shipped}"
         ) from None
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise D3DError(f"training config {path} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise D3DError(f"training config {path} must be a mapping of settings")
@@ -116,7 +118,10 @@ def load_config(name_or_path: str, overrides: tuple[str, ...] = ()) -> TrainConf
         key, equals, text = override.partition("=")
         if not equals:
             raise D3DError(f"override {override!r} must be of the form key=value")
-        values[key] = yaml.safe_load(text)
+        try:
+            values[key] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise D3DError(f"override {override!r} has no readable value") from None
     fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
     if unknown := sorted(set(values) - set(fields)):
         raise D3DError(f"unknown training setting {unknown[0]!r}; known: {', '.join(fields)}")

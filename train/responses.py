@@ -363,7 +363,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     continue
                 try:
                     record = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise D3DError(f"{path}, line {number}: not valid JSON ({error})") from error
                 if not isinstance(record, dict):
                     raise D3DError(f"{path}, line {number}: not a JSON object")

@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from d3d_jax.drafter import Drafter, Params, save_drafter
-from d3d_jax.errors import D3DError
+from d3d_jax.errors import D3DError, StoppedError
 from d3d_jax.train import objective
 from d3d_jax.train.acceptance import OfflineAcceptance
 from d3d_jax.train.config import TrainConfig
@@ -39,7 +39,8 @@ def schedule(config: TrainConfig) -> optax.Schedule:
     """Linear warm-up, then cosine down to `final_lr_fraction` of the peak."""
     warmup = min(config.warmup_steps, max(config.steps - 1, 0))
     return optax.warmup_cosine_decay_schedule(
-        0.0,
+        # Not from 0: the first step would be spent on nothing.
+        config.learning_rate / (warmup + 1),
         config.learning_rate,
         warmup,
         max(config.steps, warmup + 1),
@@ -242,7 +243,7 @@ class Trainer:
         path = (self.run / "checkpoints").absolute()
         with ocp.CheckpointManager(path, options=options) as manager, _Stop() as stop:
             if (latest := manager.latest_step()) is not None:
-                state = manager.restore(latest, args=ocp.args.StandardRestore(state))
+                state = self._restore(manager, latest, state)
             start = int(state["step"])
             self._forget_after(start)
             for number, metrics in self._steps(step, state, frozen, index, start):
@@ -256,9 +257,10 @@ class Trainer:
                 self._log(metrics)
                 if stopped_by and not done:
                     manager.wait_until_finished()
-                    raise D3DError(
+                    raise StoppedError(
                         f"stopped by {stopped_by} at step {number}; saved: the same command "
-                        "continues"
+                        "continues",
+                        signal.Signals[stopped_by],
                     )
         return self._export({**state["params"], **frozen})
 
@@ -291,6 +293,15 @@ class Trainer:
                 },
             )
             clock = time.perf_counter()
+
+    def _restore(self, manager: ocp.CheckpointManager, step: int, like: State) -> State:
+        try:
+            return manager.restore(step, args=ocp.args.StandardRestore(like))
+        except (ValueError, KeyError, OSError) as error:
+            raise D3DError(
+                f"the checkpoint {self.run / 'checkpoints' / str(step)} cannot be read; remove "
+                f"that folder to go on from the one before, or the run to begin again ({error})"
+            ) from error
 
     def _forget_after(self, step: int) -> None:
         """Drops logged steps that the checkpoint does not hold: they will be run again."""

@@ -74,7 +74,9 @@ def read_config(folder: Path) -> tuple[ModelConfig, DrafterConfig | None]:
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        if not folder.is_dir():
+            raise D3DError(f"there is no folder {folder}") from None
         raise D3DError(f"{folder} is not a model folder: it has no config.json") from None
     except (OSError, ValueError) as error:
         raise D3DError(f"{path} cannot be read: {error}") from None
@@ -281,6 +283,8 @@ def save_model(
     def fill(partial: Path) -> None:
         (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        # safetensors makes its files private; a model folder is as readable as the rest of it.
+        (partial / WEIGHTS).chmod((partial / "config.json").stat().st_mode)
         for name, content in (extra_files or {}).items():
             data = content.encode() if isinstance(content, str) else content
             (partial / name).write_bytes(data)

@@ -116,7 +116,7 @@ class Tokenizer:
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:  # lone surrogates: how Python shows undecodable bytes
-            raise D3DError(f"cannot encode {text!r:.60}: it is not a valid string") from error
+            raise D3DError("a text holds bytes or surrogates that are not valid Unicode") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""

@@ -191,7 +191,7 @@ def test_padding_and_truncation_of_the_file_are_ignored(copy):
 
 
 def test_undecodable_text_is_refused(tokenizer):
-    with pytest.raises(D3DError, match="not a valid string"):
+    with pytest.raises(D3DError, match="not valid Unicode"):
         tokenizer.encode(b"caf\xe9".decode("utf-8", "surrogateescape"))
 
 
