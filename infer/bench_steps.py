@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from d3d_jax.infer.loading import (
     role_devices,
     shipped_drafter,
 )
-from d3d_jax.infer.measure import Spread
+from d3d_jax.infer.measure import Spread, timed
 from d3d_jax.infer.roles import DrafterRole, Target, pad_prompts, role_mesh
 from d3d_jax.models import decoder
 from d3d_jax.models.registry import resolve_model
@@ -41,21 +40,11 @@ PROMPT = (
 )
 
 
-def times(step: Callable[[], Any], repeats: int = 20, warm_up: int = 2) -> Spread:
-    """Seconds of a step, waited for each time."""
-    seconds = []
-    for _ in range(warm_up + repeats):
-        began = time.perf_counter()
-        jax.block_until_ready(step())
-        seconds.append(time.perf_counter() - began)
-    return Spread.of(seconds[warm_up:])
-
-
 def streaming_rate() -> Spread:
     """Bytes per second of a float32 matrix-vector product far larger than the caches."""
     matrix, vector = jnp.ones((49152, 2048)), jnp.ones((2048,))
     product = jax.jit(lambda m, v: m @ v)
-    measured = times(lambda: product(matrix, vector), 10)
+    measured = timed(lambda: product(matrix, vector), 10)
     size = matrix.size * 4
     return Spread(size / measured.median, size / measured.median * measured.iqr / measured.median)
 
@@ -73,7 +62,7 @@ def step_times(target: Target, prompt: list[int], rows: int, cached: int) -> Spr
         report, state = target.verify(state, block)
         return report
 
-    return times(step)
+    return timed(step, 20)
 
 
 def decode(decoding: Decoder, prompt: list[int]) -> dict[str, Any]:

@@ -94,15 +94,15 @@ def measure_steps(
         drafts, hidden, prepared = drafter.prepare(drafts)
         return drafts, hidden, prepared
 
-    measured = {step.__name__: _time(step, repeats) for step in (plain, verify, draft, prepare)}
+    measured = {step.__name__: timed(step, repeats) for step in (plain, verify, draft, prepare)}
     drafts, hidden, prepared = prepare()
     hit = _report(drafter, int(prepared.outcome[0, 0]), int(prepared.anchors[0, 0]))
     # The first draft itself is no rejection, so no branch was prepared for it.
     no_hit = _report(drafter, 1, int(drafts.block[0, 1]))
     return StepTimes(
         **measured,
-        resolve=_time(lambda: drafter.resolve(drafts, hidden, prepared, hit), repeats),
-        miss=_time(lambda: drafter.resolve(drafts, hidden, prepared, no_hit), repeats),
+        resolve=timed(lambda: drafter.resolve(drafts, hidden, prepared, hit), repeats),
+        miss=timed(lambda: drafter.resolve(drafts, hidden, prepared, no_hit), repeats),
     )
 
 
@@ -110,7 +110,8 @@ def measure_steps(
 _WARM_UP = 2
 
 
-def _time(step: Callable[[], Any], repeats: int) -> Spread:
+def timed(step: Callable[[], Any], repeats: int) -> Spread:
+    """Seconds of a step, waited for each time, its first runs left out."""
     seconds = []
     for _ in range(_WARM_UP + repeats):
         began = time.perf_counter()
