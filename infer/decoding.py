@@ -1,7 +1,7 @@
 """The decoders: plain, synchronous and asynchronous, as one loop that dispatches ahead.
 
-The host enqueues rounds without waiting for any, and reads each round's report late, one or two
-rounds behind: only to stream tokens and to know when to stop. A row that has stopped is frozen on
+The host enqueues rounds without waiting for any, and reads a round's report only when the next is
+under way: to stream tokens and to know when to stop. A row that has stopped is frozen on
 the device, so rounds dispatched past a stop emit nothing and are dropped exactly.
 """
 
@@ -118,7 +118,9 @@ class Decoder:
         return self.replies
 
     def check(self, prompts: list[list[int]]) -> None:
-        """Raises `D3DError` for a prompt that cannot be decoded."""
+        """Raises `D3DError` for a prompt that cannot be decoded, or none at all."""
+        if not prompts:
+            raise D3DError("there is no prompt to decode")
         for number, prompt in enumerate(prompts, start=1):
             if not prompt:
                 raise D3DError(f"prompt {number} is empty")
@@ -176,11 +178,9 @@ class Decoder:
         tokens, lengths = pad_prompts(prompts)
         first, handover, state, drafts = self._prefill(tokens, lengths, limits)
         flying = collections.deque([first])
-        while flying:
+        while True:
             clock = time.perf_counter()
-            # Nothing is dispatched once every row has stopped; before the first read, none has.
-            running = any(reply.finish_reason is None for reply in self.replies)
-            while running and len(flying) <= AHEAD:
+            while len(flying) <= AHEAD:
                 sizes = zip(lengths, self.replies, strict=True)
                 longest = max(int(length) + len(reply.token_ids) for length, reply in sizes)
                 state, drafts = self._grow(state, drafts, longest + self._ahead)

@@ -140,6 +140,7 @@ def test_capacity_grows_without_losing_anything_or_recompiling(mode):
 def test_bad_prompts_are_refused_before_work_starts():
     target, drafter = roles()
     for prompts, message in [
+        ([], "no prompt"),
         ([[]], "prompt 1 is empty"),
         ([[1], [2] * 512], "prompt 2 has 512 tokens"),
         ([[VOCAB]], "beyond the vocabulary"),

@@ -36,7 +36,7 @@ def test_growing_keeps_what_was_there():
 
 @pytest.mark.parametrize("batch, rows", [(1, 1), (1, 8), (4, 1), (3, 8)])
 def test_promise_2_no_step_copies_the_cache(batch, rows):
-    """The compiled step holds no copy of a cache-shaped array: it is updated in place."""
+    """The compiled step copies no cache-shaped array and updates it by scatters alone, in place."""
     config = tiny_config()
     params = decoder.unstack(tiny_params(config))
     cache = caches.empty(config, 3, batch, 512, jnp.float32)
@@ -52,6 +52,5 @@ def test_promise_2_no_step_copies_the_cache(batch, rows):
     )
     text = compiled.compile().as_text()
     assert "scatter" in text
-    copies = re.findall(rf"f32\[{batch},2,512,16\]\S* copy\(", text)
-    updates = re.findall(r"f32\[2,512,16\]\S* dynamic-update-slice\(", text)
-    assert not copies and not updates
+    shape = rf"f32\[{batch},2,512,16\]\S*"
+    assert not re.findall(rf"{shape} (?:copy|dynamic-update-slice)\(", text)
