@@ -1,11 +1,13 @@
 """Frozen configuration dataclasses: what a model, a drafter and a decoding run are.
 
-Nothing here reads files or touches a device; `d3d_jax.models.checkpoint` reads and writes the JSON.
+Nothing here reads files or touches a device: `d3d_jax.hf_config` translates to and from mappings of
+Hugging Face's `config.json`, and `d3d_jax.models.checkpoint` reads and writes them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -14,25 +16,64 @@ from d3d_jax.errors import D3DError
 InBlock = Literal["bidirectional", "causal"]
 Mode = Literal["plain", "sync", "async"]
 
-_REQUIRED_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "rms_norm_eps",
-    "max_position_embeddings",
-)
-_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-# A value outside its set changes the mathematics in a way this decoder does not implement.
-_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", None),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "use_sliding_window": (False, None),
-    "rope_scaling": (None,),
-    "partial_rotary_factor": (1.0, None),
-}
+# Model types this decoder implements, and the class a checkpoint of each must be of.
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn:
+    """Rotary embedding stretched past the trained length: YaRN, arXiv 2309.00071, section 3.
+
+    The defaults are the method's own recommendations, which files that leave them out rely on.
+    Computed as transformers 5 does. Some older ones (4.51) take max_position_embeddings /
+    original_max_position_embeddings for the factor whatever `factor` says: make them agree there.
+
+    Attributes:
+      factor: how many times longer than the trained length the model is to read.
+      original_max_position_embeddings: the trained length, in tokens.
+      attention_factor: what cos and sin are multiplied with; None: 0.1 ln(factor) + 1.
+      beta_fast: pairs that turn more often than this within the trained length stay as they are.
+      beta_slow: pairs that turn less often than this are slowed down by `factor`.
+      truncate: whether the ramp between the two starts and ends at whole pairs.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+    beta_fast: float = 32
+    beta_slow: float = 1
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        def check(name: str, holds: bool, expected: str) -> None:
+            if not holds:
+                found = getattr(self, name)
+                raise D3DError(f"rope_scaling: {name} must be {expected}, found {found!r}")
+
+        original = self.original_max_position_embeddings
+        check("factor", _is_number(self.factor) and self.factor >= 1, "a number of at least 1")
+        check(
+            "original_max_position_embeddings",
+            type(original) is int and original > 0,
+            "a positive whole number",
+        )
+        for name in ("attention_factor", "beta_fast", "beta_slow"):
+            value = getattr(self, name)
+            if name != "attention_factor" or value is not None:
+                check(name, _is_number(value) and value > 0, "a positive number")
+        check("beta_fast", self.beta_fast >= self.beta_slow, f"at least beta_slow {self.beta_slow}")
+        check("truncate", isinstance(self.truncate, bool), "true or false")
+
+    @property
+    def scale(self) -> float:
+        """The factor on cos and sin."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,20 +92,26 @@ class ModelConfig:
     rope_theta: float
     tie_word_embeddings: bool
     max_position_embeddings: int
+    rope_scaling: Yarn | None = None
 
     def __post_init__(self) -> None:
-        if self.model_type not in _ARCHITECTURES:
+        if self.model_type not in ARCHITECTURES:
             raise D3DError(
                 f"model_type {self.model_type!r} is not supported; "
-                f"supported are {', '.join(_ARCHITECTURES)}"
+                f"supported are {', '.join(ARCHITECTURES)}"
             )
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            kinds = {"int": (int,), "float": (int, float)}.get(str(field.type))
-            if kinds and (not isinstance(value, kinds) or isinstance(value, bool) or value <= 0):
+            if field.type in ("int", "float") and not (
+                _is_number(value) and value > 0 and (field.type == "float" or type(value) is int)
+            ):
                 raise D3DError(
                     f"config field {field.name} must be a positive {field.type}, found {value!r}"
                 )
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise D3DError(
+                f"tie_word_embeddings must be true or false, found {self.tie_word_embeddings!r}"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise D3DError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -72,73 +119,40 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise D3DError(f"head_dim {self.head_dim} must be even for the rotary embedding")
+        if self.rope_theta <= 1:
+            raise D3DError(f"rope_theta must be greater than 1, found {self.rope_theta!r}")
+        if not isinstance(self.rope_scaling, Yarn | None):
+            raise D3DError(f"rope_scaling must be a Yarn or None, found {self.rope_scaling!r}")
 
     @property
     def qk_norm(self) -> bool:
         """Qwen3 normalises each query and key head before the rotary embedding; Llama does not."""
         return self.model_type == "qwen3"
 
+    @property
+    def max_length(self) -> int:
+        """The longest sequence, in tokens, that the model is made for."""
+        if (yarn := self.rope_scaling) is None:
+            return self.max_position_embeddings
+        return int(yarn.factor * yarn.original_max_position_embeddings)
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Reads a `config.json` mapping.
 
         Raises:
-          D3DError: a field that the mathematics needs is missing, or asks for something that this
-            decoder does not do (sliding window, rope scaling, biases, other model types).
+          D3DError: a field that the mathematics needs is missing, asks for something that this
+            decoder does not do, or is unknown (`d3d_jax.hf_config` has the tables).
         """
-        model_type = config.get("model_type")
-        if model_type not in _ARCHITECTURES:
-            raise D3DError(
-                f"config.json: model_type {model_type!r} is not supported; "
-                f"supported are {', '.join(_ARCHITECTURES)}"
-            )
-        for name, allowed in _SUPPORTED_VALUES.items():
-            if config.get(name) not in allowed:
-                raise D3DError(f"config.json: {name} = {config[name]!r} is not supported")
-        values = {}
-        for name in _REQUIRED_FIELDS:
-            if config.get(name) is None:
-                raise D3DError(f"config.json: field {name!r} is missing")
-            values[name] = config[name]
-        heads = values["num_attention_heads"]
-        if not isinstance(heads, int) or heads < 1:
-            raise D3DError(f"config field num_attention_heads must be positive, found {heads!r}")
-        # Absent in Llama configs by that format's own rule: as many kv heads as heads, D = N·H.
-        kv_heads = config.get("num_key_value_heads") or heads
-        head_dim = config.get("head_dim") or values["hidden_size"] // heads
-        if model_type == "qwen3" and not config.get("head_dim"):
-            raise D3DError("config.json: field 'head_dim' is missing")
-        if "tie_word_embeddings" not in config:
-            raise D3DError("config.json: field 'tie_word_embeddings' is missing")
-        return cls(
-            model_type=model_type,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            rope_theta=_rope_theta(config),
-            tie_word_embeddings=bool(config["tie_word_embeddings"]),
-            **values,
-        )
+        from d3d_jax import hf_config  # It builds this class.
+
+        return hf_config.read(config)
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` mapping that transformers and this package read back."""
-        return {
-            "architectures": [_ARCHITECTURES[self.model_type]],
-            **dataclasses.asdict(self),
-            "hidden_act": "silu",
-            "attention_bias": False,
-        }
+        from d3d_jax import hf_config
 
-
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """transformers 5 nests theta under `rope_parameters`; older writers put it at the top level."""
-    nested = config.get("rope_parameters") or {}
-    kind = nested.get("rope_type", "default")
-    if kind != "default":
-        raise D3DError(f"config.json: rope_parameters.rope_type {kind!r} is not supported")
-    theta = config.get("rope_theta", nested.get("rope_theta"))
-    if theta is None:
-        raise D3DError("config.json: field 'rope_theta' is missing")
-    return theta
+        return hf_config.write(self)
 
 
 @dataclasses.dataclass(frozen=True)
