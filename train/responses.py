@@ -34,6 +34,8 @@ class Manifest:
 
     `max_new_tokens` counts response tokens, the stop token included. `sampling` is
     `{"greedy": True}`, or names the temperature, filters and seed. `prompts` names the source.
+    `thinking` is what the chat template was told (None: nothing), `system` the system message
+    that was put before each prompt.
     """
 
     target: str
@@ -44,7 +46,8 @@ class Manifest:
     sampling: Mapping[str, Any]
     max_new_tokens: int
     prompts: str
-    thinking: bool = False
+    thinking: bool | None = None
+    system: str | None = None
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:

