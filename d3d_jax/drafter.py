@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from d3d_jax.config import DrafterConfig, ModelConfig
 from d3d_jax.errors import D3DError
-from d3d_jax.models import checkpoint, decoder
+from d3d_jax.models import checkpoint, decoder, parameters, sharding
 
 Params = dict[str, Any]
 
@@ -33,10 +34,19 @@ class Drafter:
         return {*self.drafter.shares, "draft_vocab"} & set(params)
 
 
-def load_drafter(
-    folder: Path, target_folder: Path, *, stacked: bool, dtype: Any = None
+def read_drafter(
+    folder: Path,
+    target_folder: Path | None,
+    *,
+    stacked: bool,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
 ) -> tuple[Drafter, Params]:
-    """Reads a drafter and joins what it shares with its target, as NumPy arrays.
+    """Reads a drafter and joins what it shares with its target.
+
+    Args:
+      target_folder: of its target; needed only where it shares something.
+      mesh: of `sharding.make_mesh`; None gives NumPy arrays.
 
     Raises:
       D3DError: not a drafter's folder, or the target differs in width or vocabulary.
@@ -44,27 +54,34 @@ def load_drafter(
     model, config = checkpoint.read_config(folder)
     if config is None:
         raise D3DError(f"{folder} is not a drafter: its config.json has no 'd3d' section")
+    if mesh is not None:
+        mesh = sharding.model_mesh(mesh, model)
     params = checkpoint.load_params(
-        folder, model, stacked=stacked, dtype=dtype, shares=config.shares
+        folder, model, stacked=stacked, mesh=mesh, dtype=dtype, drafter=config
     )
     if config.mask_token_id >= model.vocab_size:
         raise D3DError(
             f"{folder}: mask_token_id {config.mask_token_id} is outside 0..{model.vocab_size - 1}"
         )
-    if "mask" not in params:
-        raise D3DError(f"{folder}: tensor {checkpoint.MASK_KEY} is missing")
     if config.shares:
-        params |= _shared(folder, model, config, target_folder, dtype)
-    _check_draft_vocab(folder, model, config, params)
+        params |= _shared(folder, model, config, target_folder, mesh, dtype)
     if "draft_vocab" in params:
-        params["head"] = decoder.head_weight(params)[params["draft_vocab"]]
+        _check_draft_vocab(folder, model, params["draft_vocab"])
+        params["head"] = _draft_head(params, mesh)
     return Drafter(model, config), params
 
 
 def _shared(
-    folder: Path, model: ModelConfig, config: DrafterConfig, target_folder: Path, dtype: Any
+    folder: Path,
+    model: ModelConfig,
+    config: DrafterConfig,
+    target_folder: Path | None,
+    mesh: Mesh | None,
+    dtype: Any,
 ) -> Params:
     """What the drafter takes from its target; a tied target has no head of its own."""
+    if target_folder is None:
+        raise D3DError(f"the drafter {folder} shares the {config.shares[0]} of its target: name it")
     target, _ = checkpoint.read_config(target_folder)
     if (target.vocab_size, target.hidden_size) != (model.vocab_size, model.hidden_size):
         raise D3DError(
@@ -72,21 +89,24 @@ def _shared(
             f"({model.vocab_size}, {model.hidden_size}); the target given has "
             f"({target.vocab_size}, {target.hidden_size})"
         )
-    params = checkpoint.load_params(target_folder, target, stacked=False, layers=(), dtype=dtype)
+    params = checkpoint.load_params(
+        target_folder, target, stacked=False, mesh=mesh, layers=(), dtype=dtype
+    )
     return {name: params[name] for name in config.shares if name in params}
 
 
-def _check_draft_vocab(
-    folder: Path, model: ModelConfig, config: DrafterConfig, params: Params
-) -> None:
-    ids = params.get("draft_vocab")
-    size = None if ids is None else len(ids)
-    if size != config.draft_vocab_size:
-        raise D3DError(
-            f"{folder}: config.json says a draft vocabulary of {config.draft_vocab_size} tokens, "
-            f"the weights hold {size}"
-        )
-    if ids is not None and not (0 <= ids.min() and ids.max() < model.vocab_size):
+def _draft_head(params: Params, mesh: Mesh | None) -> Any:
+    """The rows [V', D] of the head that belong to the draft vocabulary."""
+    head, ids = decoder.head_weight(params), np.asarray(params["draft_vocab"])
+    if mesh is None:
+        return head[ids]
+    rows = jax.ShapeDtypeStruct((len(ids), head.shape[1]), head.dtype)
+    where = parameters.shardings({"head": rows}, mesh)["head"]
+    return jax.jit(lambda head, ids: head[ids], out_shardings=where)(head, ids)
+
+
+def _check_draft_vocab(folder: Path, model: ModelConfig, ids: Any) -> None:
+    if not (0 <= ids.min() and ids.max() < model.vocab_size):
         raise D3DError(f"{folder}: the draft vocabulary has ids outside 0..{model.vocab_size - 1}")
 
 
@@ -153,11 +173,30 @@ def candidates(params: Params, hidden: jax.Array, count: int) -> tuple[jax.Array
     scores = decoder.logits(params, hidden)
     # Flat, because XLA:CPU sorts the whole vocabulary when top_k has more than one batch axis.
     flat = scores.reshape(-1, scores.shape[-1])
-    top, ids = (x.reshape(*scores.shape[:-1], count) for x in jax.lax.top_k(flat, count))
+    top, ids = (x.reshape(*scores.shape[:-1], count) for x in _top_k(flat, count))
     log_probs = top - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     if "draft_vocab" in params:
         ids = params["draft_vocab"][ids]
     return ids.astype(jnp.int32), log_probs
+
+
+def _top_k(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """top_k of [B · W, V] in which each device of a split vocabulary ranks its own part.
+
+    Otherwise every device would be sent all the scores to sort them.
+    """
+    axes = sharding.mesh_axes("v", scores.shape[-1])
+
+    def own(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+        top, ids = jax.lax.top_k(scores, min(count, scores.shape[-1]))
+        return top, ids + (jax.lax.axis_index(axes) * scores.shape[-1] if axes else 0)
+
+    top, ids = sharding.locally(own, ("bv",), ("bv", "bv"))(scores)
+    if not axes:
+        return top, ids
+    # Parts are in the order of their ids, so of equal scores the lowest id still wins.
+    top, at = jax.lax.top_k(sharding.constrain(top, "b."), count)
+    return top, jnp.take_along_axis(sharding.constrain(ids, "b."), at, axis=1)
 
 
 def predictions(drafter: DrafterConfig, per_slot: jax.Array) -> jax.Array:

@@ -1,6 +1,19 @@
-"""Every test process gets two CPU devices, so that target and drafter can have one each."""
+"""Every test process gets eight CPU devices, so that meshes of several axes can be tested."""
 
 import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """One compilation cache for all commands of a module, which start afresh each time."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    compilation_cache.reset_cache()

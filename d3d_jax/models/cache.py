@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from d3d_jax.config import ModelConfig
+from d3d_jax.models.sharding import constrain
 
 LayerKV = tuple[jax.Array, jax.Array]
 # The smallest capacity. Larger ones double, so that a step compiles a handful of times and not once
@@ -56,7 +57,11 @@ def bucketed(length: int) -> int:
 def empty(config: ModelConfig, num_layers: int, batch: int, capacity: int, dtype) -> KVCache:
     """A cache of zeros for `batch` rows of `capacity` tokens."""
     shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
-    layers = tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(num_layers))
+
+    def zeros() -> jax.Array:
+        return constrain(jnp.zeros(shape, dtype), "bk..")
+
+    layers = tuple((zeros(), zeros()) for _ in range(num_layers))
     return KVCache(layers, jnp.zeros((batch,), jnp.int32))
 
 

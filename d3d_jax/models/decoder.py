@@ -14,16 +14,19 @@ Every matrix is [out, in], as in Hugging Face checkpoints. No I/O and no loops o
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from d3d_jax.config import ModelConfig
 from d3d_jax.kernels.packed_attention import packed_attention
 from d3d_jax.layout import PackedLayout
 from d3d_jax.models.cache import KVCache, LayerKV, write
+from d3d_jax.models.sharding import constrain, locally
 
 Params = dict[str, Any]
 # Below this many rows XLA:CPU is about twice as fast with the dot's output as [features, rows].
@@ -62,11 +65,40 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return wide.astype(x.dtype) * scale
 
 
-def rotary_tables(positions: jax.Array, dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
+    """Radians per position of each pair, float32 [H/2], and the factor on cos and sin.
+
+    On the host and in transformers' order of roundings: XLA's float32 powers are up to 15 units in
+    the last place away, and at position 131,071 one unit turns the fast pairs by 0.01 radians.
+    YaRN: arXiv 2309.00071, section 3.2 (which pairs are slowed down) and 3.4 (the factor).
+    """
+    dim, theta = config.head_dim, config.rope_theta
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    periods = (theta ** exponents.astype(np.float64)).astype(np.float32)
+    plain = 1 / periods
+    if (yarn := config.rope_scaling) is None:
+        return plain, 1.0
+
+    def pair(turns: float) -> float:
+        """The (fractional) pair that turns this many times within the trained length."""
+        period = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
+        return dim * math.log(period) / (2 * math.log(theta))
+
+    low, high = pair(yarn.beta_fast), pair(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = 0.001 if low == high else high - low
+    kept = 1 - np.clip((np.arange(dim // 2, dtype=np.float32) - low) / width, 0, 1)
+    slowed = 1 / (np.float32(yarn.factor) * periods)
+    return slowed * (1 - kept) + plain * kept, yarn.scale
+
+
+def rotary_tables(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """positions [B, T] → cos and sin [B, T, 1, H/2] in float32."""
-    frequency = 1.0 / theta ** (jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency
-    return jnp.cos(angle), jnp.sin(angle)
+    frequencies, scale = rotary_frequencies(config)
+    angle = positions[..., None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -126,26 +158,48 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, tables), rotate(k, tables)
-        clean = layout.clean_len
-        if kv is None or length is None:
-            keys, values = k[:, :clean].swapaxes(1, 2), v[:, :clean].swapaxes(1, 2)
-        else:
-            if clean:
-                kv = write(kv, k[:, :clean], v[:, :clean], length)
-            keys, values = kv
-        out = packed_attention(
-            q,
-            k,
-            v,
-            keys,
-            values,
-            layout.lo,
-            layout.hi,
-            clean_len=clean,
-            num_blocks=layout.num_blocks,
-            in_block=layout.in_block,
-        )
+        out, kv = _attend(q, k, v, layout, kv, length)
         return self.o(out.reshape(*x.shape[:2], -1)), kv
+
+
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    layout: PackedLayout,
+    kv: LayerKV | None,
+    length: jax.Array | None,
+) -> tuple[jax.Array, LayerKV | None]:
+    """Writes the clean rows to the cache, if there is one, and attends, each device to its heads.
+
+    Args:
+      q: [B, T, N, H]. k, v: [B, T, K, H].
+
+    Returns:
+      [B, T, N, H] and the cache.
+    """
+    clean = layout.clean_len
+    attend = functools.partial(
+        packed_attention, clean_len=clean, num_blocks=layout.num_blocks, in_block=layout.in_block
+    )
+
+    def uncached(q, k, v, lo, hi):
+        keys, values = k[:, :clean].swapaxes(1, 2), v[:, :clean].swapaxes(1, 2)
+        return (attend(q, k, v, keys, values, lo, hi),)
+
+    def cached(q, k, v, lo, hi, keys, values, length):
+        if clean:
+            keys, values = write((keys, values), k[:, :clean], v[:, :clean], length)
+        return attend(q, k, v, keys, values, lo, hi), keys, values
+
+    rows = (q, k, v, layout.lo, layout.hi)
+    axes = ("b.n.", "b.k.", "b.k.", "b.", "b.")
+    if kv is None or length is None:
+        return locally(uncached, axes, ("b.n.",))(*rows)[0], None
+    out, keys, values = locally(cached, (*axes, "bk..", "bk..", "b"), ("b.n.", "bk..", "bk.."))(
+        *rows, *kv, length
+    )
+    return out, (keys, values)
 
 
 class MLP(nnx.Module):
@@ -158,7 +212,7 @@ class MLP(nnx.Module):
         self.down = Linear(f, d, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(constrain(jax.nn.silu(self.gate(x)) * self.up(x), "b.f"))
 
 
 class Layer(nnx.Module):
@@ -179,8 +233,8 @@ class Layer(nnx.Module):
         length: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerKV | None]:
         attended, kv = self.attn(self.attn_norm(x), tables, layout, kv, length)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), kv
+        x = constrain(x + attended, "b..")
+        return constrain(x + self.mlp(self.mlp_norm(x)), "b.."), kv
 
 
 @functools.lru_cache
@@ -283,8 +337,8 @@ def forward(
     Returns:
       Hidden states [B, T, D] after the final norm, and the cache with the clean rows written.
     """
-    x = embed_rows(params, tokens, layout)
-    tables = rotary_tables(layout.positions, config.head_dim, config.rope_theta)
+    x = constrain(embed_rows(params, tokens, layout), "b..")
+    tables = rotary_tables(layout.positions, config)
     layers = params["layers"]
     if isinstance(layers, tuple):
         written: list[LayerKV] = []
@@ -313,7 +367,8 @@ def head_weight(params: Params) -> jax.Array:
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
     """hidden [..., D] → float32 logits [..., V'], V' the head's vocabulary."""
-    return linear(hidden, head_weight(params), jnp.float32)
+    scores = linear(hidden, head_weight(params), jnp.float32)
+    return constrain(scores, "b" + "." * (scores.ndim - 2) + "v")
 
 
 def likeliest(logits: jax.Array) -> jax.Array:
