@@ -24,6 +24,8 @@ from d3d_jax.errors import D3DError
 COMMANDS: dict[str, tuple[type, str]] = {
     "demo": (options.Demo, "d3d_jax.commands.demo"),
     "generate": (options.Generate, "d3d_jax.commands.generate"),
+    "warmup": (options.Warmup, "d3d_jax.commands.warmup"),
+    "inspect": (options.Inspect, "d3d_jax.commands.inspect"),
     "respond": (options.Respond, "d3d_jax.commands.respond"),
     "init-drafter": (options.InitDrafter, "d3d_jax.commands.init_drafter"),
     "train": (options.Train, "d3d_jax.commands.train"),

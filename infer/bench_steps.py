@@ -23,16 +23,13 @@ import numpy as np
 from d3d_jax.config import DecodeConfig, ModelConfig
 from d3d_jax.drafter import Drafter
 from d3d_jax.infer.decoding import Decoder
-from d3d_jax.infer.loading import (
-    load_drafter_role,
-    load_target,
-    role_devices,
-    shipped_drafter,
-)
+from d3d_jax.infer.loading import load_drafter, shipped_drafter
 from d3d_jax.infer.measure import Spread, timed
-from d3d_jax.infer.roles import DrafterRole, Target, pad_prompts, role_mesh
+from d3d_jax.infer.model import load_model
+from d3d_jax.infer.placement import role_meshes
+from d3d_jax.infer.roles import DrafterRole, Target, pad_prompts
 from d3d_jax.models import decoder
-from d3d_jax.models.registry import resolve_model
+from d3d_jax.models.sharding import make_mesh
 
 PROMPT = (
     "A baker sold 48 rolls on Monday and half as many on Tuesday. How many rolls did she sell in "
@@ -104,9 +101,9 @@ def host_alone(target: Target, drafter: DrafterRole, tokens: int) -> dict[str, f
     drafts = decoder.init_params(own, jax.random.key(1)) | {"mask": params["embed"][1]}
     settings = dataclasses.replace(drafter.drafter, draft_vocab_size=None)
     home = [next(iter(role.sharding.device_set)) for role in (target, drafter)]
-    small = Target(model, decoder.unstack(params), role_mesh(home[:1]), ())
+    small = Target(model, decoder.unstack(params), make_mesh(home[:1]), ())
     small_drafter = DrafterRole(
-        Drafter(own, settings), decoder.unstack(drafts), role_mesh(home[1:]), drafter.policy
+        Drafter(own, settings), decoder.unstack(drafts), make_mesh(home[1:]), drafter.policy
     )
     result = {}
     for mode in ("plain", "sync", "async"):
@@ -154,10 +151,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="alternations of ours and torch")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)
-    folder = resolve_model(args.model)
-    target_devices, drafter_devices = role_devices("async")
-    target, tokenizer = load_target(folder, target_devices)
-    prompt = tokenizer.chat([{"role": "user", "content": PROMPT}])
+    target_mesh, drafter_mesh = role_meshes("async")
+    model = load_model(args.model, target_mesh)
+    target = model.target
+    prompt = model.tokenizer.chat([{"role": "user", "content": PROMPT}])
     weights = sum(x.nbytes for x in jax.tree.leaves(target.params))
     result: dict[str, Any] = {"weights_bytes": weights}
     bound, plain = [], []
@@ -178,7 +175,7 @@ def main() -> None:
     for mode in modes:
         drafter = None
         if mode != "plain" and home is not None:
-            drafter = load_drafter_role(home, folder, tokenizer, drafter_devices)
+            drafter = load_drafter(model, home, drafter_mesh)
         decoding = Decoder(target, drafter, DecodeConfig(mode=mode, max_new_tokens=args.tokens))
         result["decode"][mode] = decode(decoding, prompt)
         if mode == "async" and drafter is not None:
@@ -187,7 +184,7 @@ def main() -> None:
     ours, theirs = [], []
     for _ in range(args.rounds):
         ours.append(decode(decoding, prompt)["tokens_per_second"])
-        theirs.append(torch_generate(folder, prompt, args.tokens)[0])
+        theirs.append(torch_generate(model.folder, prompt, args.tokens)[0])
     result["plain_tokens_per_second"] = ours
     result["torch_tokens_per_second"] = theirs
     result["speedup_over_torch"] = float(np.median(ours) / np.median(theirs))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import jax
@@ -19,7 +19,14 @@ import numpy as np
 from d3d_jax import acceptance
 from d3d_jax.config import DecodeConfig
 from d3d_jax.errors import D3DError
-from d3d_jax.infer.roles import DrafterRole, DraftState, Target, TargetState, pad_prompts
+from d3d_jax.infer.roles import (
+    DrafterRole,
+    DraftState,
+    Target,
+    TargetState,
+    pad_prompts,
+    prompt_buckets,
+)
 
 # Rounds dispatched beyond the one being read: the device always has one waiting.
 AHEAD = 1
@@ -94,7 +101,7 @@ class Decoder:
         self.target, self.config = target, config
         self.drafter = drafter if config.mode != "plain" else None
         self.width = self.drafter.width if self.drafter else 1
-        most = target.config.max_position_embeddings
+        most = target.config.max_length
         self.limit = config.max_length or most
         if self.limit > most:
             raise D3DError(f"max_length {self.limit} is above the model's limit of {most}")
@@ -156,6 +163,23 @@ class Decoder:
                 break
             state, drafts = self._grow(state, drafts, state.cache.capacity + 1)
         jax.block_until_ready((done.report, handover, state, drafts))
+
+    def warm_up_all(
+        self, batch: int, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
+        """Compiles every program that batches of this size can need, up to the longest sequence.
+
+        Args:
+          progress: called with the number of prompt lengths done and in all.
+        """
+        buckets = prompt_buckets(self.limit - 1)
+        for done, rows in enumerate(buckets):
+            progress(done, len(buckets))
+            prompts = [[0] * min(rows, self.limit - 1)] * batch
+            tokens, lengths = pad_prompts(prompts)
+            jax.block_until_ready(self._prefill(tokens, lengths, np.ones_like(lengths)))
+        self.warm_up([[0]] * batch, self.limit - 1)
+        progress(len(buckets), len(buckets))
 
     def _prefill(
         self, tokens: np.ndarray, lengths: np.ndarray, limits: np.ndarray

@@ -8,37 +8,45 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from d3d_jax import acceptance, layout
 from d3d_jax.branches import Branches, Rectangle
 from d3d_jax.config import ModelConfig
 from d3d_jax.drafter import Drafter, candidates, predictions
 from d3d_jax.models import cache as caches
-from d3d_jax.models import decoder
+from d3d_jax.models import decoder, parameters, sharding
 from d3d_jax.models.cache import KVCache
 
-# Prompts are padded to a multiple of this, so that few prefill shapes are compiled.
+# Prompts are padded to one of a few lengths, so that few prefill shapes are compiled: multiples of
+# this, and above eight of them the four steps between powers of two (a quarter wasted at most).
 PROMPT_ROWS = 64
 
 
-def role_mesh(devices: Sequence[Any]) -> Mesh:
-    """The mesh of one role over the given devices."""
-    shape = np.asarray(devices, dtype=object)
-    return Mesh(shape, ("tensor",), axis_types=(AxisType.Auto,))
+def prompt_bucket(length: int) -> int:
+    """The padded length of a prompt."""
+    step = max(PROMPT_ROWS, 1 << max(length - 1, 0).bit_length() >> 3)
+    return max(-(-length // step), 1) * step
+
+
+def prompt_buckets(longest: int) -> list[int]:
+    """Every padded length of prompts up to `longest` tokens."""
+    buckets = [prompt_bucket(1)]
+    while buckets[-1] < longest:
+        buckets.append(prompt_bucket(buckets[-1] + 1))
+    return buckets
 
 
 def pad_prompts(prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Token ids [B, P] padded at the end, and lengths [B]."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    rows = -(-int(lengths.max()) // PROMPT_ROWS) * PROMPT_ROWS
-    tokens = np.zeros((len(prompts), rows), np.int32)
+    tokens = np.zeros((len(prompts), prompt_bucket(int(lengths.max()))), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     return tokens, lengths
@@ -67,14 +75,22 @@ class TargetState:
 
 
 class _Role:
-    """Parameters on a mesh, and where small arrays of this role go."""
+    """Parameters on a mesh, and where small arrays of this role go: to all of its devices.
+
+    Args:
+      mesh: of `sharding.make_mesh`, of any devices; batch rows are split over its data axis.
+    """
 
     def __init__(self, config: ModelConfig, params: decoder.Params, mesh: Mesh, dtype: Any):
         self.config = config
-        self.sharding = NamedSharding(mesh, PartitionSpec())
-        self.params = jax.device_put(params, self.sharding)
+        self.mesh = sharding.model_mesh(mesh, config)
+        self.sharding = NamedSharding(self.mesh, PartitionSpec())
+        self.params = jax.device_put(params, parameters.shardings(params, self.mesh))
         self.dtype = dtype
-        self._grow = jax.jit(caches.grow, static_argnums=1)
+        self._grow = self._jit(caches.grow, static_argnums=1)
+
+    def _jit(self, step: Callable[..., Any], **options: Any) -> Any:
+        return jax.jit(sharding.on_mesh(self.mesh, step), **options)
 
     def put(self, x: Any) -> Any:
         """Moves an array to this role's mesh without waiting for it."""
@@ -104,8 +120,8 @@ class Target(_Role):
         super().__init__(config, params, mesh, dtype)
         self.stop_tokens = frozenset(stop_ids)
         self.stop_ids = self.put(np.array(stop_ids or (-1,), np.int32))
-        self._prefill = jax.jit(self._prefill_step, static_argnames="capacity")
-        self._verify = jax.jit(self._verify_step, donate_argnums=1)
+        self._prefill = self._jit(self._prefill_step, static_argnames="capacity")
+        self._verify = self._jit(self._verify_step, donate_argnums=1)
 
     def prefill(
         self, tokens: np.ndarray, lengths: np.ndarray, limits: np.ndarray, capacity: int
@@ -144,8 +160,7 @@ class Target(_Role):
         report, active, remaining = acceptance.emit(
             jnp.zeros_like(lengths), choices, jnp.ones_like(lengths, bool), limits, stop_ids
         )
-        anchor = acceptance.last_token(report)
-        return report, TargetState(cache.at(lengths), anchor, active, remaining)
+        return self._outcome(cache, lengths, report, active, remaining)
 
     def _verify_step(self, params, state: TargetState, stop_ids, handover):
         drafts = handover[:, 1:]
@@ -158,10 +173,13 @@ class Target(_Role):
         report, active, remaining = acceptance.emit(
             accepted, choices, state.active, state.remaining, stop_ids
         )
+        length = length + report[:, acceptance.COUNT]
+        return self._outcome(cache, length, report, active, remaining)
+
+    def _outcome(self, cache, length, report, active, remaining):
+        report, length, active, remaining = sharding.replicate((report, length, active, remaining))
         anchor = acceptance.last_token(report)
-        return report, TargetState(
-            cache.at(length + report[:, acceptance.COUNT]), anchor, active, remaining
-        )
+        return report, TargetState(cache.at(length), anchor, active, remaining)
 
 
 @functools.partial(
@@ -201,11 +219,11 @@ class DrafterRole(_Role):
     ):
         super().__init__(drafter.model, params, mesh, dtype)
         self.drafter, self.policy, self.width = drafter.drafter, policy, policy.block_size
-        self._prefill = jax.jit(self._prefill_step, static_argnames="capacity")
-        self._first = jax.jit(self._first_step)
-        self._draft = jax.jit(self._draft_step, donate_argnums=1)
-        self._prepare = jax.jit(self._prepare_step, donate_argnums=1)
-        self._resolve = jax.jit(self._resolve_step)
+        self._prefill = self._jit(self._prefill_step, static_argnames="capacity")
+        self._first = self._jit(self._first_step)
+        self._draft = self._jit(self._draft_step, donate_argnums=1)
+        self._prepare = self._jit(self._prepare_step, donate_argnums=1)
+        self._resolve = self._jit(self._resolve_step)
 
     def prefill(self, tokens: np.ndarray, lengths: np.ndarray, capacity: int) -> KVCache:
         """Reads the prompts (`pad_prompts`)."""
@@ -253,14 +271,14 @@ class DrafterRole(_Role):
         _, cache = decoder.forward(
             self.config, params, tokens, layout.causal(cache.length, rows), cache
         )
-        return cache.at(lengths)
+        return cache.at(sharding.replicate(lengths))
 
     def _read(self, params, hidden, anchor):
         """hidden [B, W, D] → block [B, W], candidate ids [B, W − 1 + shift, M]."""
         ids = candidates(params, hidden, self.policy.num_candidates)[0]
         ids = predictions(self.drafter, ids)
         block = jnp.concatenate([anchor[:, None], ids[:, : self.width - 1, 0]], axis=1)
-        return block, ids
+        return sharding.replicate((block, ids))
 
     def _one_block(self, params, cache, anchor):
         """A block after everything cached; nothing is written to the cache."""
@@ -291,7 +309,8 @@ class DrafterRole(_Role):
         tokens = jnp.concatenate([state.block, anchor[:, None]], axis=1)
         hidden, cache = decoder.forward(self.config, params, tokens, rows, cache)
         block, ids = self._read(params, hidden[:, self.width :], anchor)
-        state = DraftState(cache.at(cache.length + count), block, ids)
+        length = sharding.replicate(cache.length + count)
+        state = DraftState(cache.at(length), block, ids)
         return _handover(jnp.zeros(block.shape[:1], bool), block), state
 
     def _prepare_step(self, params, cache, block, candidate_ids):
@@ -306,7 +325,8 @@ class DrafterRole(_Role):
         tokens = jnp.concatenate([block, prepared.anchors], axis=1)
         hidden, cache = decoder.forward(self.config, params, tokens, rows, cache)
         hidden = hidden[:, self.width :].reshape(*prepared.anchors.shape, self.width, -1)
-        return cache, hidden, prepared.anchors, prepared.offsets, prepared.outcome
+        arrays = (prepared.anchors, prepared.offsets, prepared.outcome)
+        return cache, hidden, *sharding.replicate(arrays)
 
     def _resolve_step(self, params, cache, hidden, arrays, report):
         count, anchor = report[:, acceptance.COUNT], acceptance.last_token(report)
@@ -334,8 +354,10 @@ class DrafterRole(_Role):
 
         # One shared pass serves every row that missed; when none did, it is skipped.
         block, ids = jax.lax.cond(jnp.any(missed), draft, lambda _: (block, ids), None)
+        block, ids, length = sharding.replicate((block, ids, length))
         return _handover(hit, block), block, ids, length
 
 
 def _handover(hit: jax.Array, block: jax.Array) -> jax.Array:
-    return jnp.concatenate([hit[:, None].astype(jnp.int32), block[:, 1:]], axis=1)
+    handover = jnp.concatenate([hit[:, None].astype(jnp.int32), block[:, 1:]], axis=1)
+    return sharding.replicate(handover)

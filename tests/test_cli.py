@@ -7,15 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from d3d_jax import cli
 from d3d_jax.commands import demo, from_scratch
 from d3d_jax.train.responses import read_prompts
 from tests.tiny_folders import BLOCK_SIZE, write_drafter, write_target
 
+pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("jax", "flax", "orbax", "optax", "transformers", "tensorflow_datasets", "matplotlib")
 HEAVY += ("grain", "numpy", "tokenizers", "safetensors", "huggingface_hub")
@@ -31,17 +30,6 @@ eval_every: 6
 eval_documents: 2
 checkpoint_every: 3
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory):
-    """One compilation cache for all commands of this module, which start afresh each time."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +147,8 @@ def test_respond_init_train_evaluate(models, responses, tmp_path, capsys):
     assert config["draft_vocab_size"] == 40 and config["source_layers"] == [1]
     assert config["shares"] == ["embed", "head"]
 
-    settings = ["--config", str(models / "config.yaml"), "--drafter", str(first), "steps=4"]
+    settings = ["--config", str(models / "config.yaml"), "--drafter", str(first)]
+    settings += ["--drafter-devices", "0", "steps=4"]
     assert cli.main(["train", *target, *data, *settings, "--out", str(run)]) == 0
     capsys.readouterr()
     drafter = ["--drafter", str(run / "drafter")]
@@ -229,7 +218,9 @@ BAD_GENERATE = {
     "prompt too long": (["--max-length", "8"], "prompt 1 has"),
     "not a drafter": (["--drafter", "TARGET"], "is not a drafter"),
     "no such drafter": (["--drafter", "nonesuch"], "there is no folder nonesuch"),
-    "system without template": (["--raw", "--system", "a"], "--system"),
+    "system without template": (["--raw", "--system", "a"], "--system needs the chat template"),
+    "thinking without template": (["--raw", "--thinking", "on"], "--thinking needs the chat"),
+    "thinking is not switched": (["--thinking", "off"], "its chat template has no enable_thinking"),
 }
 
 

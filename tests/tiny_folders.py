@@ -23,10 +23,10 @@ def write_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> dict[str, by
     return {name: (folder / "model" / name).read_bytes() for name in _TOKENIZER_FILES}
 
 
-def write_target(folder: Path, seed: int = 0) -> Path:
+def write_target(folder: Path, seed: int = 0, template: str = CHAT_TEMPLATE) -> Path:
     """A Qwen3 folder of two layers whose last four embedding rows no token uses."""
     config = tiny_config(vocab_size=len(TOKENS) + 4, num_hidden_layers=2)
-    files = write_tokenizer(folder.with_name(f"{folder.name}-tokenizer"))
+    files = write_tokenizer(folder.with_name(f"{folder.name}-tokenizer"), template)
     params = jax.tree.map(np.asarray, tiny_params(config, seed))
     checkpoint.save_model(folder, config, params, extra_files=dict(files))
     return folder

@@ -147,7 +147,7 @@ class Trainer:
     """Trains a drafter in a run folder: `checkpoints/`, `metrics.jsonl`, `config.json`, `drafter/`.
 
     Attributes:
-      drafter, params: from `drafter.init_drafter` or `load_drafter` (stacked NumPy arrays).
+      drafter, params: from `drafter.init_drafter` or `read_drafter` (stacked NumPy arrays).
       dataset, validation: opened splits of one dataset.
       run: the run's folder; an interrupted run in it is continued.
       report: called with the metrics of every step, for a progress display.

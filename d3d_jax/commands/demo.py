@@ -6,26 +6,22 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
 from rich.console import Console
 
 import d3d_jax
 from d3d_jax.commands.from_scratch import make_drafter
-from d3d_jax.commands.options import Demo
+from d3d_jax.commands.loading import meshes
+from d3d_jax.commands.options import Demo, thinking_switch
 from d3d_jax.commands.runtime import busy, duration, note, prompt_ids, prompt_text, start_jax
 from d3d_jax.config import Mode
 from d3d_jax.errors import D3DError
 from d3d_jax.infer import demo, demo_report
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.demo_view import make_view
-from d3d_jax.infer.loading import (
-    drafter_caveat,
-    load_drafter_role,
-    load_target,
-    model_name,
-    role_devices,
-    shipped_drafter,
-)
-from d3d_jax.models.registry import cache_dir, model_source, resolve_model
+from d3d_jax.infer.loading import drafter_caveat, load_drafter, model_name, shipped_drafter
+from d3d_jax.infer.model import load_model
+from d3d_jax.models.registry import cache_dir, model_source
 from d3d_jax.models.tokenizer import Tokenizer
 from d3d_jax.train.responses import Prompt, read_prompts
 
@@ -37,32 +33,33 @@ def run(options: Demo) -> None:
     demo_report.check_writable(options.out)
     prompts = held_out(read_prompts(PROMPTS), options.prompts)
     texts = [prompt_text(prompt) for prompt in prompts]
-    start_jax(cpu_devices=2)
-    target_folder = resolve_model(options.target)
+    start_jax(cpu_devices=options.placement.num_devices)
     drafter_folder = _drafter_folder(options)
     with busy(f"loading {options.target} and the drafter"):
-        target_devices, drafter_devices = role_devices("async")
-        target, tokenizer = load_target(target_folder, target_devices)
-        drafter = load_drafter_role(
+        target_mesh, drafter_mesh = meshes("async", options.placement)
+        model = load_model(options.target, target_mesh)
+        drafter = load_drafter(
+            model,
             drafter_folder,
-            target_folder,
-            tokenizer,
-            drafter_devices,
+            drafter_mesh,
             block_size=options.block_size,
             rectangle=options.rectangle,
         )
+    target, tokenizer = model.target, model.tokenizer
     if caveat := drafter_caveat(drafter.drafter, tokenizer, options.target):
         note(caveat)
     decoders = demo.make_decoders(target, drafter, options.max_new_tokens)
-    comparison = _compare(decoders, tokenizer, texts)
+    thinking = thinking_switch(options.thinking)
+    comparison = _compare(decoders, tokenizer, texts, thinking)
     settings = {
         "target": model_name(options.target),
-        "weights": _weights(target_folder),
+        "weights": _weights(model.folder),
         "drafter": dataclasses.asdict(drafter.drafter),
         "policy": dataclasses.asdict(drafter.policy),
         "max_new_tokens": options.max_new_tokens,
+        "thinking": thinking,
         "batch": 1,
-        "dtype": "float32",
+        "dtype": jnp.dtype(model.dtype).name,
     }
     saved = demo_report.save(options.out, comparison, settings, texts)
     note(f"Saved {saved[0]} and {saved[1]}.")
@@ -71,7 +68,7 @@ def run(options: Demo) -> None:
 def _drafter_folder(options: Demo) -> Path:
     if options.from_scratch:
         work = options.work or cache_dir() / "demo" / model_name(options.target)
-        return make_drafter(options.target, PROMPTS, work)
+        return make_drafter(options.target, PROMPTS, work, thinking_switch(options.thinking))
     folder = options.drafter or shipped_drafter(options.target)
     if folder is None:
         raise D3DError(
@@ -82,10 +79,10 @@ def _drafter_folder(options: Demo) -> Path:
 
 
 def _compare(
-    decoders: dict[Mode, Decoder], tokenizer: Tokenizer, texts: list[str]
+    decoders: dict[Mode, Decoder], tokenizer: Tokenizer, texts: list[str], thinking: bool | None
 ) -> demo.Comparison:
     """Runs and shows the comparison, its table and its verdict."""
-    prompts = [prompt_ids(tokenizer, text) for text in texts]
+    prompts = [prompt_ids(tokenizer, text, thinking=thinking) for text in texts]
     for decoder in decoders.values():
         decoder.check(prompts)
     with busy("compiling, which is not counted in the figures"):

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from d3d_jax.commands.options import Evaluate
 from d3d_jax.commands.runtime import busy, start_jax
-from d3d_jax.drafter import Drafter, Params, load_drafter
+from d3d_jax.drafter import Drafter, Params, read_drafter
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.loading import check_drafter
 from d3d_jax.models.registry import resolve_model
@@ -42,7 +42,7 @@ def load_checked(folder: Path, target: str) -> tuple[Drafter, Params]:
       D3DError: not a drafter, or one of another target or tokenizer.
     """
     target_folder = resolve_model(target)
-    drafter, params = load_drafter(folder, target_folder, stacked=True, dtype=np.float32)
+    drafter, params = read_drafter(folder, target_folder, stacked=True, dtype=np.float32)
     check_drafter(drafter.drafter, Tokenizer.from_folder(target_folder), folder)
     return drafter, params
 

@@ -29,8 +29,11 @@ MAX_NEW_TOKENS, BATCH = 128, 24
 DRAFT_VOCAB, BLOCK_SIZE = 6144, 8
 
 
-def make_drafter(target: str, prompts: Path, work: Path) -> Path:
+def make_drafter(target: str, prompts: Path, work: Path, thinking: bool | None = None) -> Path:
     """Makes responses, trains a drafter on them and measures it; continues what `work` holds.
+
+    Args:
+      thinking: whether the target thinks, on or off; None: as its chat template has it.
 
     Returns:
       The trained drafter's folder.
@@ -41,7 +44,9 @@ def make_drafter(target: str, prompts: Path, work: Path) -> Path:
     check_writable(work)
     began = time.perf_counter()
     note(f"1 of 4: {target} answers the built-in prompts ({work})")
-    respond.make_responses(target, prompts, work / "responses", MAX_NEW_TOKENS, BATCH)
+    respond.make_responses(
+        target, prompts, work / "responses", MAX_NEW_TOKENS, BATCH, thinking=thinking
+    )
     data = respond.ensure_dataset(work / "responses")
     initial = work / "initial-drafter"
     if not initial.exists():

@@ -8,9 +8,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
-
-from d3d_jax.commands.options import Generate
+from d3d_jax.commands.loading import load_decoder
+from d3d_jax.commands.options import Generate, thinking_switch
 from d3d_jax.commands.runtime import (
     busy,
     note,
@@ -19,18 +18,9 @@ from d3d_jax.commands.runtime import (
     start_jax,
     warn_of_turns,
 )
-from d3d_jax.config import DecodeConfig, Mode
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.decoding import Decoder, Reply
-from d3d_jax.infer.loading import (
-    drafter_caveat,
-    load_drafter_role,
-    load_target,
-    role_devices,
-    shipped_drafter,
-)
 from d3d_jax.infer.roles import pad_prompts
-from d3d_jax.models.registry import resolve_model
 from d3d_jax.models.tokenizer import Tokenizer
 from d3d_jax.train.responses import read_prompts
 
@@ -41,12 +31,15 @@ _WARM_TOKENS = 512
 def run(options: Generate) -> None:
     """Decodes all prompts, a batch at a time."""
     texts = _texts(options)
-    start_jax(cpu_devices=2)
+    start_jax(cpu_devices=options.placement.num_devices)
     with busy(f"loading {options.target}"):
-        decoder, tokenizer = _load(options)
+        decoder, model = load_decoder(
+            options.target, options.decoding, options.placement, options.max_new_tokens
+        )
+    tokenizer = model.tokenizer
     prompts = [_ids(options, tokenizer, text) for text in texts]
     decoder.check(prompts)
-    size = min(options.batch, len(texts))
+    size = min(options.decoding.batch, len(texts))
     warm: set[tuple[int, ...]] = set()
     for first in range(0, len(texts), size):
         batch = prompts[first : first + size]
@@ -85,45 +78,9 @@ def _texts(options: Generate) -> list[str]:
 
 
 def _ids(options: Generate, tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text) if options.raw else prompt_ids(tokenizer, text, options.system)
-
-
-def _load(options: Generate) -> tuple[Decoder, Tokenizer]:
-    target_folder = resolve_model(options.target)
-    drafter_folder = options.drafter or shipped_drafter(options.target)
-    mode = options.mode or _default_mode(drafter_folder is not None)
-    if mode != "plain" and drafter_folder is None:
-        raise D3DError(
-            f"--mode {mode} needs a drafter and none ships for {options.target}: add --drafter"
-        )
-    config = DecodeConfig(
-        mode=mode, max_new_tokens=options.max_new_tokens, max_length=options.max_length
-    )
-    dtype = jnp.dtype(options.dtype)
-    target_devices, drafter_devices = role_devices(mode)
-    target, tokenizer = load_target(target_folder, target_devices, dtype)
-    drafter = None
-    if mode != "plain" and drafter_folder is not None:
-        drafter = load_drafter_role(
-            drafter_folder,
-            target_folder,
-            tokenizer,
-            drafter_devices,
-            block_size=options.block_size,
-            rectangle=options.rectangle,
-            dtype=dtype,
-        )
-        if caveat := drafter_caveat(drafter.drafter, tokenizer, options.target):
-            note(caveat)
-    return Decoder(target, drafter, config), tokenizer
-
-
-def _default_mode(has_drafter: bool) -> Mode:
-    if not has_drafter:
-        return "plain"
-    # On CPU both roles share the cores, and the packed draft costs more than it hides.
-    target, drafter = role_devices("async")
-    return "sync" if target[0].platform == "cpu" or target == drafter else "async"
+    if options.raw:
+        return tokenizer.encode(text)
+    return prompt_ids(tokenizer, text, options.system, thinking_switch(options.thinking))
 
 
 def _replies(

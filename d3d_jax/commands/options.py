@@ -24,11 +24,82 @@ def _arg(metavar: str, default: str | None = None, name: str | None = None) -> A
     )
 
 
+# Not fields of a common base: tyro would list those of a base before --target.
+System = Annotated[str | None, _arg("TEXT", "the template's own")]
+Thinking = Annotated[Literal["on", "off"] | None, _arg("{on,off}", "the template's own")]
+
+
+def thinking_switch(thinking: Literal["on", "off"] | None) -> bool | None:
+    """What --thinking asks of a chat template; None leaves it to the template."""
+    return None if thinking is None else thinking == "on"
+
+
 def _at_least(minimum: int, **values: int | None) -> None:
     for name, value in values.items():
         if value is not None and value < minimum:
             option = "--" + name.replace("_", "-")
             raise D3DError(f"{option} must be at least {minimum}, found {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Which devices hold the models.
+
+    Attributes:
+      target_devices: Devices of the target, as indices of jax.devices().
+      target_tp: Over how many of them the target is split (tensor parallel); the rest take parts of
+        the batch.
+      drafter_devices: Devices of the drafter, which is split over them.
+    """
+
+    target_devices: Annotated[tuple[int, ...] | None, _arg("I ...", "the first device")] = None
+    target_tp: Annotated[int | None, _arg("N", "all of --target-devices")] = None
+    drafter_devices: Annotated[
+        tuple[int, ...] | None, _arg("I ...", "a device that the target leaves free")
+    ] = None
+
+    def __post_init__(self) -> None:
+        _at_least(1, target_tp=self.target_tp)
+        for name in ("target_devices", "drafter_devices"):
+            indices = getattr(self, name)
+            if indices is not None and (not indices or min(indices) < 0):
+                raise D3DError(f"--{name.replace('_', '-')} takes indices of devices, from 0 on")
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there must be, at least two, one for each role."""
+        return max((*(self.target_devices or ()), *(self.drafter_devices or ()), 1)) + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """How to decode.
+
+    Attributes:
+      drafter: Drafter folder.
+      mode: plain (target alone), sync (draft, then verify) or async (draft while verifying).
+        By default plain without a drafter; with one, sync where both roles share hardware (as on a
+        CPU) and async elsewhere.
+      max_length: Longest prompt and reply together.
+      block_size: W of a round.
+      rectangle: C F of the outcomes prepared in async mode.
+      batch: Prompts decoded together; above 1 a reply is printed when it ends.
+      dtype: Type of weights, activations and caches.
+    """
+
+    drafter: Annotated[Path | None, _arg("DIR", "the one shipped for this target, if any")] = None
+    mode: Annotated[Mode | None, _arg("{plain,sync,async}", "the fastest expected here")] = None
+    max_length: Annotated[int | None, _arg("N", "the model's own limit")] = None
+    block_size: Annotated[int | None, _arg("W", "the drafter's own; on CPU at most 4")] = None
+    rectangle: Annotated[tuple[int, int] | None, _arg("C F", "4 1, C at most W")] = None
+    batch: int = 1
+    dtype: Annotated[
+        DType | None, _arg("{float32,bfloat16}", "float32 on CPU, else the checkpoint's")
+    ] = None
+
+    def __post_init__(self) -> None:
+        _at_least(1, batch=self.batch)
+        _at_least(2, max_length=self.max_length, block_size=self.block_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,25 +152,34 @@ class Respond:
       prompts: JSONL (or .jsonl.gz) of {"turns": [TEXT, ...]}; the first turn is the prompt.
       import_from: Instead of prompts: JSONL (or .gz) of {"prompt_ids", "response_ids"} that the
         target wrote elsewhere.
+      system: System message put before each prompt.
+      thinking: Whether the target thinks before it answers; its chat template must be able to
+        switch that.
       sampled: The responses to import were sampled. They can be trained on, but offline τ, which
         is exact for greedy ones only, is refused.
       out: Folder for the responses and, in dataset/, the dataset.
       max_new_tokens: Longest response, the stop token included.
       batch: Prompts decoded together.
+      placement: Which devices hold the target.
     """
 
     target: Annotated[str, _arg("MODEL")]
     prompts: Annotated[Path | None, _arg("FILE", "none")] = None
     import_from: Annotated[Path | None, _arg("FILE", "none")] = None
+    system: System = None
+    thinking: Thinking = None
     sampled: bool = False
     out: Annotated[Path | None, _arg("DIR", "named after the file")] = None
     max_new_tokens: int = 192
     batch: int = 24
+    placement: Placement = dataclasses.field(default_factory=Placement)
 
     def __post_init__(self) -> None:
         _at_least(1, max_new_tokens=self.max_new_tokens, batch=self.batch)
         if (self.prompts is None) == (self.import_from is None):
             raise D3DError("give either --prompts or --import-from")
+        if self.import_from is not None and (self.system, self.thinking) != (None, None):
+            raise D3DError("--system and --thinking go with --prompts: imports are token ids")
         if self.sampled and self.import_from is None:
             raise D3DError("--sampled describes imported responses: it goes with --import-from")
 
@@ -116,6 +196,7 @@ class Train:
       drafter: Drafter to start from (`d3d init-drafter`).
       target: The drafter's target model.
       out: Folder of the run; the trained drafter is exported to its drafter/.
+      drafter_devices: Devices to train on, as indices of jax.devices().
       overrides: Settings that replace those of the config: key=value ...
     """
 
@@ -124,6 +205,7 @@ class Train:
     drafter: Annotated[Path, _arg("DIR")]
     target: Annotated[str, _arg("MODEL")]
     out: Annotated[Path, _arg("DIR")]
+    drafter_devices: Annotated[tuple[int, ...] | None, _arg("I ...", "all")] = None
     overrides: Annotated[tyro.conf.Positional[tuple[str, ...]], _arg("[KEY=VALUE ...]", "")] = ()
 
 
@@ -161,46 +243,79 @@ class Generate:
     The prompt comes from --prompt, --prompts-file or, with neither, standard input.
 
     Attributes:
-      target: Model to decode: a name, hub id, folder or .gguf file.
-      drafter: Drafter folder.
-      mode: plain (target alone), sync (draft, then verify) or async (draft while verifying).
-        By default plain without a drafter; with one, sync on a CPU (which both roles share) and
-        async elsewhere.
+      target: Model to decode: a name, hub id (org/name or org/name@revision), folder or .gguf file.
       prompt: The prompt.
       prompts_file: JSONL (or .gz) of {"turns": [TEXT, ...]}; the first turn is the prompt.
       system: System message put before the prompt.
+      thinking: Whether the target thinks before it answers; its chat template must be able to
+        switch that.
       raw: Take the prompt as plain text, without the chat template.
       max_new_tokens: Longest reply, the stop token included.
-      max_length: Longest prompt and reply together.
-      block_size: W of a round.
-      rectangle: C F of the outcomes prepared in async mode.
-      batch: Prompts decoded together; above 1 a reply is printed when it ends.
       json: Print one JSON object a prompt instead of the text.
-      dtype: Type of weights and caches.
+      decoding: How to decode.
+      placement: Which devices hold the models.
     """
 
     target: Annotated[str, _arg("MODEL")]
-    drafter: Annotated[Path | None, _arg("DIR", "the one shipped for this target, if any")] = None
-    mode: Annotated[Mode | None, _arg("{plain,sync,async}", "the fastest expected here")] = None
     prompt: Annotated[str | None, _arg("TEXT", "standard input")] = None
     prompts_file: Annotated[Path | None, _arg("FILE", "none")] = None
-    system: Annotated[str | None, _arg("TEXT", "the template's own")] = None
+    system: System = None
+    thinking: Thinking = None
     raw: bool = False
     max_new_tokens: int = 256
-    max_length: Annotated[int | None, _arg("N", "the model's own limit")] = None
-    block_size: Annotated[int | None, _arg("W", "the drafter's own; on CPU at most 4")] = None
-    rectangle: Annotated[tuple[int, int] | None, _arg("C F", "4 1, C at most W")] = None
-    batch: int = 1
     json: bool = False
-    dtype: DType = "float32"
+    decoding: Decoding = dataclasses.field(default_factory=Decoding)
+    placement: Placement = dataclasses.field(default_factory=Placement)
 
     def __post_init__(self) -> None:
-        _at_least(1, max_new_tokens=self.max_new_tokens, batch=self.batch)
-        _at_least(2, max_length=self.max_length, block_size=self.block_size)
+        _at_least(1, max_new_tokens=self.max_new_tokens)
         if self.prompt is not None and self.prompts_file is not None:
             raise D3DError("give either --prompt or --prompts-file")
-        if self.raw and self.system is not None:
-            raise D3DError("--system needs the chat template: leave out --raw")
+        for option in ("system", "thinking"):
+            if self.raw and getattr(self, option) is not None:
+                raise D3DError(f"--{option} needs the chat template: leave out --raw")
+
+
+@dataclasses.dataclass(frozen=True)
+class Warmup:
+    """Compile every program that `d3d generate` with the same options can need.
+
+    They are kept in the cache folder, so that later runs start at once.
+
+    Attributes:
+      target: Model to decode: a name, hub id (org/name or org/name@revision), folder or .gguf file.
+      decoding: How to decode.
+      placement: Which devices hold the models.
+    """
+
+    target: Annotated[str, _arg("MODEL")]
+    decoding: Decoding = dataclasses.field(default_factory=Decoding)
+    placement: Placement = dataclasses.field(default_factory=Placement)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspect:
+    """Describe a model or drafter: parameters, types, bytes per device, tokenizer.
+
+    Weights are not read, only the headers of their files. A Qwen3 hub id that is not cached is
+    described from its published architecture.
+
+    Attributes:
+      model: A name, hub id (org/name or org/name@revision), folder or .gguf file.
+      tp: Devices of the tensor axis of a mesh to plan for.
+      fsdp: Devices of its fsdp axis.
+      dtype: Type the weights would have on the devices.
+      json: Print one JSON object instead of a table.
+    """
+
+    model: Annotated[tyro.conf.Positional[str], _arg("MODEL")]
+    tp: int = 1
+    fsdp: int = 1
+    dtype: Annotated[DType | None, _arg("{float32,bfloat16}", "as stored")] = None
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least(1, tp=self.tp, fsdp=self.fsdp)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,23 +326,28 @@ class Demo:
       target: Model to decode.
       drafter: Drafter folder.
       prompts: How many of the built-in held-out prompts.
+      thinking: Whether the target thinks before it answers; its chat template must be able to
+        switch that.
       max_new_tokens: Longest reply, the stop token included.
       block_size: W of a round.
       rectangle: C F of the outcomes prepared in async mode.
       out: Folder for the figures (demo.json) and their picture (demo.png).
       from_scratch: First make responses and train a new drafter, then compare with that one.
       work: Folder of the stages of --from-scratch, each of which resumes.
+      placement: Which devices hold the models.
     """
 
     target: Annotated[str, _arg("MODEL")] = "smollm2-135m"
     drafter: Annotated[Path | None, _arg("DIR", "the one shipped for this target")] = None
     prompts: int = 6
+    thinking: Thinking = None
     max_new_tokens: int = 128
     block_size: Annotated[int | None, _arg("W", "the drafter's own; on CPU at most 4")] = None
     rectangle: Annotated[tuple[int, int] | None, _arg("C F", "4 1, C at most W")] = None
     out: Annotated[Path, _arg("DIR")] = Path("demo-results")
     from_scratch: bool = False
     work: Annotated[Path | None, _arg("DIR", "demo/ in the model cache")] = None
+    placement: Placement = dataclasses.field(default_factory=Placement)
 
     def __post_init__(self) -> None:
         _at_least(1, prompts=self.prompts)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from pathlib import Path
 
-from d3d_jax.commands.options import Respond
+from d3d_jax.commands.loading import meshes
+from d3d_jax.commands.options import Placement, Respond, thinking_switch
 from d3d_jax.commands.runtime import (
     Bar,
     busy,
@@ -17,7 +19,8 @@ from d3d_jax.commands.runtime import (
     warn_of_turns,
 )
 from d3d_jax.errors import D3DError
-from d3d_jax.infer.loading import load_target, model_name, role_devices
+from d3d_jax.infer.loading import model_name
+from d3d_jax.infer.model import load_model
 from d3d_jax.models import checkpoint
 from d3d_jax.models.registry import resolve_model
 from d3d_jax.models.tokenizer import Tokenizer
@@ -40,7 +43,16 @@ def run(options: Respond) -> None:
     assert file is not None
     out = options.out or Path(f"{file.name.split('.')[0]}-responses")
     if options.prompts is not None:
-        make_responses(options.target, file, out, options.max_new_tokens, options.batch)
+        make_responses(
+            options.target,
+            file,
+            out,
+            options.max_new_tokens,
+            options.batch,
+            system=options.system,
+            thinking=thinking_switch(options.thinking),
+            placement=options.placement,
+        )
     else:
         folder = resolve_model(options.target)
         manifest = _manifest(
@@ -53,32 +65,54 @@ def run(options: Respond) -> None:
     note(f"{dataset}: {train} responses to train on, {validation} held out")
 
 
-def make_responses(target_name: str, file: Path, out: Path, max_new_tokens: int, batch: int) -> int:
+def make_responses(
+    target_name: str,
+    file: Path,
+    out: Path,
+    max_new_tokens: int,
+    batch: int,
+    *,
+    system: str | None = None,
+    thinking: bool | None = None,
+    placement: Placement | None = None,
+) -> int:
     """Answers every prompt of a file that `out` does not hold an answer to yet.
+
+    Args:
+      system: message put before each prompt.
+      thinking: on or off; None: as the chat template has it.
+      placement: of the target; None: on the first device.
 
     Returns:
       How many answers `out` holds then.
 
     Raises:
-      D3DError: bad prompts, another run's folder, or a prompt too long for the model.
+      D3DError: bad prompts, another run's folder, a prompt too long for the model, or a chat
+        template that cannot switch thinking.
     """
     prompts = read_prompts(file)
     warn_of_turns(prompts, file)
     folder = resolve_model(target_name)
     tokenizer, task = Tokenizer.from_folder(folder), file.name.split(".")[0]
-    rows = [(prompt_ids(tokenizer, prompt_text(p)), p.split, p.task or task) for p in prompts]
-    most = checkpoint.read_config(folder)[0].max_position_embeddings
+    rows = [
+        (prompt_ids(tokenizer, prompt_text(p), system, thinking), p.split, p.task or task)
+        for p in prompts
+    ]
+    most = checkpoint.read_config(folder)[0].max_length
     for number, (ids, _, _) in enumerate(rows, start=1):
         if len(ids) >= most:
             raise D3DError(
                 f"{file}: prompt {number} has {len(ids)} tokens, {target_name} takes at most "
                 f"{most - 1}"
             )
-    writer = ResponseWriter(out, _manifest(target_name, folder, file, max_new_tokens))
+    manifest = _manifest(target_name, folder, file, max_new_tokens)
+    manifest = dataclasses.replace(manifest, system=system, thinking=thinking)
+    writer = ResponseWriter(out, manifest)
     if missing := len(rows) - len(writer.done):
-        start_jax()
+        placement = placement or Placement()
+        start_jax(cpu_devices=placement.num_devices)
         with busy(f"loading {target_name}"):
-            target, _ = load_target(folder, role_devices("plain")[0])
+            target = load_model(folder, meshes("plain", placement)[0]).target
         with Bar("responses", len(rows)) as bar:
             respond(target, rows, writer, batch=min(batch, missing), progress=_Speed(bar))
     return len(writer.done)

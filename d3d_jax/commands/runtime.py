@@ -16,8 +16,8 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from d3d_jax.compilation import keep_compiled
 from d3d_jax.errors import D3DError
-from d3d_jax.models.registry import cache_dir
 from d3d_jax.models.tokenizer import Tokenizer
 from d3d_jax.train.responses import Prompt
 
@@ -37,15 +37,10 @@ def start_jax(cpu_devices: int = 1) -> None:
     config: Any = jax.config  # its settings are attributes that type checkers do not know
     if config.jax_num_cpu_devices < 0:
         config.update("jax_num_cpu_devices", cpu_devices)
-    if config.jax_compilation_cache_dir is None:
-        folder = cache_dir() / "xla"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            note(f"Compiled programs are not kept: cannot make {folder} ({error.strerror}).")
-            return
-        config.update("jax_compilation_cache_dir", str(folder))
-        config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    try:
+        keep_compiled()
+    except D3DError as error:
+        note(f"{error}.")
 
 
 def note(sentence: str) -> None:
@@ -108,6 +103,12 @@ class Bar:
     ) -> None:
         self._progress.stop()
 
+    def update_total(self, done: int, total: int) -> None:
+        """`update`, where the total becomes known as one goes."""
+        self.total = total
+        self._progress.update(self._task, total=total)
+        self.update(done)
+
     def update(self, done: int, note_text: str = "") -> None:
         """Shows that `done` of the total are done, with a few figures."""
         now = time.perf_counter()
@@ -134,15 +135,22 @@ def warn_of_turns(prompts: list[Prompt], file: Path) -> None:
         note(f"{longer} prompts of {file} have more than one turn; only the first is used")
 
 
-def prompt_ids(tokenizer: Tokenizer, text: str, system: str | None = None) -> list[int]:
+def prompt_ids(
+    tokenizer: Tokenizer, text: str, system: str | None = None, thinking: bool | None = None
+) -> list[int]:
     """Token ids of one user message under the model's chat template.
 
+    Args:
+      system: message put before it; None: the template's own, if any.
+      thinking: on or off; None: as the template has it.
+
     Raises:
-      D3DError: the model has no chat template, or it refuses the message.
+      D3DError: the model has no chat template, it refuses the message, or it cannot switch
+        thinking.
     """
     if tokenizer.chat_template is None:
         raise D3DError("the target has no chat template: only d3d generate --raw can use it")
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    return tokenizer.chat(messages)
+    return tokenizer.chat(messages, thinking=thinking)

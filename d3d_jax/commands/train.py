@@ -9,7 +9,7 @@ from d3d_jax.commands.evaluate import check_data, load_checked
 from d3d_jax.commands.options import Train
 from d3d_jax.commands.runtime import Bar, note, start_jax
 from d3d_jax.drafter import Drafter, Params
-from d3d_jax.infer.loading import Devices
+from d3d_jax.infer.placement import chosen_devices
 from d3d_jax.train.config import TrainConfig, load_config
 from d3d_jax.train.dataset import open_dataset
 from d3d_jax.train.trainer import Trainer
@@ -19,8 +19,9 @@ def run(options: Train) -> None:
     """Checks that config, data, drafter and target fit together, then trains."""
     config = load_config(options.config, options.overrides)
     drafter, params = load_checked(options.drafter, options.target)
-    start_jax()
-    exported = train(drafter, params, config, options.data, options.out)
+    start_jax(cpu_devices=max(options.drafter_devices or (0,)) + 1)
+    devices = chosen_devices("--drafter-devices", options.drafter_devices)
+    exported = train(drafter, params, config, options.data, options.out, devices)
     note(f"the trained drafter is in {exported}")
 
 
@@ -30,7 +31,7 @@ def train(
     config: TrainConfig,
     data: Path,
     out: Path,
-    devices: Devices | None = None,
+    devices: list[Any] | None = None,
 ) -> Path:
     """Trains with a progress bar; continues the run that `out` holds.
 

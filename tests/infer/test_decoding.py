@@ -13,8 +13,9 @@ from d3d_jax.branches import Rectangle
 from d3d_jax.config import DecodeConfig
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.decoding import Decoder
-from d3d_jax.infer.roles import DrafterRole, Target, pad_prompts, role_mesh
+from d3d_jax.infer.roles import DrafterRole, Target, pad_prompts
 from d3d_jax.models import decoder
+from d3d_jax.models.sharding import make_mesh
 from d3d_jax.train.acceptance import OfflineAcceptance
 from tests.tiny_models import (
     VOCAB,
@@ -66,10 +67,10 @@ def roles(kind="shift 1", model_type="qwen3", stop_ids=(), policy=(3, 2), device
     config, params = models(model_type)
     drafter, own = trained(kind, model_type)
     first, last = jax.devices()[0], jax.devices()[devices - 1]
-    target = Target(config, decoder.unstack(params), role_mesh([first]), stop_ids)
+    target = Target(config, decoder.unstack(params), make_mesh([first]), stop_ids)
     width = drafter.drafter.block_size
     policy = Rectangle(min(policy[0], width), policy[1], width)
-    return target, DrafterRole(drafter, decoder.unstack(own), role_mesh([last]), policy)
+    return target, DrafterRole(drafter, decoder.unstack(own), make_mesh([last]), policy)
 
 
 def decode(mode, target, drafter, prompts=PROMPTS, count=LENGTH):

@@ -11,7 +11,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from d3d_jax.drafter import load_drafter
+from d3d_jax.drafter import read_drafter
 from d3d_jax.errors import D3DError
 from d3d_jax.models import checkpoint
 from d3d_jax.train import trainer as trainers
@@ -72,12 +72,13 @@ def make(run, dataset, report=lambda metrics: None, seed_of_drafter=0, **changes
         open_dataset(dataset, "validation"),
         run,
         report,
+        jax.devices()[:2],
     )
 
 
 def weights(folder):
     config, section = checkpoint.read_config(folder)
-    return checkpoint.load_params(folder, config, stacked=True, shares=section.shares)
+    return checkpoint.load_params(folder, config, stacked=True, drafter=section)
 
 
 def test_an_interrupted_run_continues_to_the_same_bits(tmp_path, dataset):
@@ -112,7 +113,7 @@ def test_it_learns_and_its_export_loads(tmp_path, dataset):
     config = tiny_config()
     target = tmp_path / "target"
     checkpoint.save_model(target, config, jax.device_get(target_params()))
-    drafter, params = load_drafter(out, target, stacked=False)
+    drafter, params = read_drafter(out, target, stacked=False)
     assert drafter.drafter.num_anchors == CONFIG.anchors_per_document
     assert params["embed"].shape == (VOCAB, config.hidden_size) and len(params["layers"]) == 2
 

@@ -1,0 +1,139 @@
+"""Roles on meshes of several devices: the same tokens, and only the collectives that must be."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from d3d_jax.branches import Rectangle
+from d3d_jax.config import DecodeConfig
+from d3d_jax.errors import D3DError
+from d3d_jax.infer.decoding import Decoder
+from d3d_jax.infer.placement import role_meshes
+from d3d_jax.infer.roles import DrafterRole, Target, pad_prompts
+from d3d_jax.models import decoder
+from tests.hlo import collectives, largest_result
+from tests.tiny_models import greedy, memorise, tiny_config, tiny_drafter, tiny_params
+
+PROMPTS = [[5, 6, 7], list(range(20)), [40, 3], [11] * 9]
+LENGTH = 16
+# A tensor axis of 4 is two kv heads × two query heads each; the vocabulary divides over it.
+CONFIG = tiny_config(vocab_size=64)
+LAYERS, DRAFTER_LAYERS = CONFIG.num_hidden_layers, 2
+
+
+@functools.cache
+def models():
+    params = tiny_params(CONFIG, seed=4, scale=16.0)
+    expected = [greedy(CONFIG, params, prompt, LENGTH) for prompt in PROMPTS]
+    drafter, own = tiny_drafter(CONFIG, params)
+    own = memorise(drafter, own, list(zip(PROMPTS, expected, strict=True)))
+    return params, expected, drafter, own
+
+
+@functools.cache
+def roles(target_devices, target_tp, drafter_devices):
+    params, _, drafter, own = models()
+    target_mesh, drafter_mesh = role_meshes(
+        "async",
+        target_devices=target_devices,
+        target_tp=target_tp,
+        drafter_devices=drafter_devices,
+    )
+    target = Target(CONFIG, decoder.unstack(params), target_mesh, ())
+    policy = Rectangle(3, 2, drafter.drafter.block_size)
+    return target, DrafterRole(drafter, decoder.unstack(own), drafter_mesh, policy)
+
+
+PLACEMENTS = {
+    "tensor 4, drafter apart": ((0, 1, 2, 3), 4, (4,)),
+    "data 2 x tensor 2, drafter split": ((0, 1, 2, 3), 2, (6, 7)),
+    "one mesh for both": ((0, 1, 2, 3), 4, (0, 1, 2, 3)),
+    "data 4": ((4, 5, 6, 7), 1, (0,)),
+}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_placement_says_the_same(placement, mode):
+    target, drafter = roles(*PLACEMENTS[placement])
+    decoding = Decoder(target, drafter, DecodeConfig(mode=mode, max_new_tokens=LENGTH))
+    assert [reply.token_ids for reply in decoding.generate(PROMPTS)] == models()[1]
+    assert sum(reply.rounds for reply in decoding.replies) < 45  # 60 without a draft accepted
+
+
+def test_a_single_prompt_is_decoded_by_every_part_of_a_data_axis():
+    target, drafter = roles(*PLACEMENTS["data 2 x tensor 2, drafter split"])
+    decoding = Decoder(target, drafter, DecodeConfig(mode="plain", max_new_tokens=LENGTH))
+    assert decoding.generate(PROMPTS[1:2])[0].token_ids == models()[1][1]
+
+
+def programs(placement):
+    """The compiled verify, draft and prepare steps after a prefill."""
+    target, drafter = roles(*PLACEMENTS[placement])
+    tokens, lengths = pad_prompts(PROMPTS)
+    report, state = target.prefill(tokens, lengths, np.full(4, LENGTH, np.int32), 256)
+    report = drafter.put(report)
+    handover, drafts = drafter.first_draft(drafter.prefill(tokens, lengths, 256), report)
+    block = (drafts.cache, drafts.block, drafts.candidate_ids)
+    return (
+        target._verify.lower(target.params, state, target.stop_ids, target.put(handover)),
+        drafter._draft.lower(drafter.params, drafts, report),
+        drafter._prepare.lower(drafter.params, *block),
+    )
+
+
+def test_collectives_of_the_steps_are_those_expected():
+    verify, draft, prepare = (step.compile() for step in programs("one mesh for both"))
+    # Two a layer, one for the rows of the embedding, two to find the likeliest token.
+    assert collectives(verify) == {"all-reduce": 2 * LAYERS + 3}
+    # Of each part of the vocabulary only its candidates are gathered, ids and scores.
+    assert collectives(draft) == {"all-reduce": 2 * DRAFTER_LAYERS + 1, "all-gather": 2}
+    assert collectives(prepare) == {"all-reduce": 2 * DRAFTER_LAYERS + 1}
+    policy, parts = roles(*PLACEMENTS["one mesh for both"])[1].policy, 4
+    rows = len(PROMPTS) * policy.block_size
+    assert largest_result(draft, "all-gather") == rows * parts * policy.num_candidates
+
+
+def test_data_parallel_steps_gather_only_the_report():
+    verify = programs("data 4")[0].compile()
+    assert set(collectives(verify)) == {"all-gather"}
+    width = roles(*PLACEMENTS["data 4"])[1].width
+    assert largest_result(verify, "all-gather") <= len(PROMPTS) * (width + 2)
+
+
+def test_caches_are_split_by_kv_heads_and_rows():
+    target, _ = roles(*PLACEMENTS["data 2 x tensor 2, drafter split"])
+    tokens, lengths = pad_prompts(PROMPTS)
+    report, state = target.prefill(tokens, lengths, np.full(4, LENGTH, np.int32), 256)
+    assert report.sharding.is_fully_replicated
+    for keys, values in state.cache.layers:
+        for buffer in (keys, values):
+            assert buffer.sharding.shard_shape(buffer.shape) == (2, 1, 256, 16)
+    grown = target.grown(state.cache, 300)
+    assert grown.layers[0][0].sharding.shard_shape((4, 2, 512, 16)) == (2, 1, 512, 16)
+
+
+def test_the_drafter_takes_a_device_that_the_target_leaves_free():
+    devices = jax.devices()
+    target, drafter = role_meshes("async", target_devices=(1, 0))
+    assert list(target.devices.flat) == [devices[1], devices[0]]
+    assert list(drafter.devices.flat) == [devices[2]]
+    assert list(role_meshes("plain")[1].devices.flat) == devices[:1]
+    assert list(role_meshes("async")[1].devices.flat) == devices[1:2]
+    everything = role_meshes("async", target_devices=range(8))[1]
+    assert list(everything.devices.flat) == devices[:1]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(target_devices=(0, 8)), "there is no device 8, only 0 to 7"),
+        (dict(drafter_devices=(3, 3)), "names a device twice"),
+        (dict(target_devices=(0, 1, 2), target_tp=2), "2 does not divide the 3 target devices"),
+    ],
+)
+def test_impossible_placements_are_refused(options, message):
+    with pytest.raises(D3DError, match=message):
+        role_meshes("async", **options)
