@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,15 @@ def keep_compiled(folder: str | Path | None = None) -> Path:
       D3DError: the folder cannot be made.
     """
     config: Any = jax.config  # its settings are attributes that type checkers do not know
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        # Small programs too: a step is preceded by dozens of them.
+        config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if folder is None and config.jax_compilation_cache_dir is not None:
         return Path(config.jax_compilation_cache_dir)
-    path = Path(folder) if folder is not None else cache_dir() / "xla"
+    path = Path(folder).expanduser() if folder is not None else cache_dir() / "xla"
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise D3DError(f"compiled programs cannot be kept in {path} ({error.strerror})") from None
     config.update("jax_compilation_cache_dir", str(path))
-    # Small programs too: a step is preceded by dozens of them.
-    config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return path

@@ -21,7 +21,8 @@ ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    # Compared, because math.isfinite overflows at whole numbers of more than 308 digits.
+    return type(value) in (int, float) and abs(value) < 1e300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,5 +241,7 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         if self.mode not in ("plain", "sync", "async"):
             raise D3DError(f"mode must be plain, sync or async, found {self.mode!r}")
-        if self.max_new_tokens < 1:
-            raise D3DError(f"max_new_tokens must be at least 1, found {self.max_new_tokens}")
+        for name in ("max_new_tokens", "max_length"):
+            value = getattr(self, name)
+            if (name, value) != ("max_length", None) and (type(value) is not int or value < 1):
+                raise D3DError(f"{name} must be a whole number of at least 1, found {value!r}")

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from d3d_jax.config import DrafterConfig, ModelConfig
 from d3d_jax.errors import D3DError
-from d3d_jax.models import checkpoint, decoder, parameters, sharding
+from d3d_jax.models import checkpoint, checkpoint_writing, decoder, parameters, sharding
 
 Params = dict[str, Any]
 
@@ -41,45 +41,58 @@ def read_drafter(
     stacked: bool,
     mesh: Mesh | None = None,
     dtype: Any = None,
+    shared: Params | None = None,
 ) -> tuple[Drafter, Params]:
     """Reads a drafter and joins what it shares with its target.
 
     Args:
       target_folder: of its target; needed only where it shares something.
+      shared: the target's parameters on the same mesh, so that none is held twice; None reads
+        what is shared from `target_folder`.
       mesh: of `sharding.make_mesh`; None gives NumPy arrays.
 
     Raises:
       D3DError: not a drafter's folder, or the target differs in width or vocabulary.
     """
-    model, config = checkpoint.read_config(folder)
-    if config is None:
-        raise D3DError(f"{folder} is not a drafter: its config.json has no 'd3d' section")
+    model, config = check_drafter_files(folder, target_folder)
     if mesh is not None:
         mesh = sharding.model_mesh(mesh, model)
     params = checkpoint.load_params(
         folder, model, stacked=stacked, mesh=mesh, dtype=dtype, drafter=config
     )
-    if config.mask_token_id >= model.vocab_size:
-        raise D3DError(
-            f"{folder}: mask_token_id {config.mask_token_id} is outside 0..{model.vocab_size - 1}"
-        )
-    if config.shares:
-        params |= _shared(folder, model, config, target_folder, mesh, dtype)
+    if config.shares and target_folder is not None:
+        if shared is None:
+            target, _ = checkpoint.read_config(target_folder)
+            shared = checkpoint.load_params(
+                target_folder, target, stacked=False, mesh=mesh, layers=(), dtype=dtype
+            )
+        # A tied target has no head of its own.
+        params |= {name: shared[name] for name in config.shares if name in shared}
     if "draft_vocab" in params:
         _check_draft_vocab(folder, model, params["draft_vocab"])
         params["head"] = _draft_head(params, mesh)
     return Drafter(model, config), params
 
 
-def _shared(
-    folder: Path,
-    model: ModelConfig,
-    config: DrafterConfig,
-    target_folder: Path | None,
-    mesh: Mesh | None,
-    dtype: Any,
-) -> Params:
-    """What the drafter takes from its target; a tied target has no head of its own."""
+def check_drafter_files(
+    folder: Path, target_folder: Path | None
+) -> tuple[ModelConfig, DrafterConfig]:
+    """Everything about a drafter that can be checked without reading weights.
+
+    Raises:
+      D3DError: not a drafter's folder, damaged files, a mask outside the vocabulary, or a target
+        that differs in width or vocabulary from what the drafter shares with it.
+    """
+    model, config = checkpoint.read_config(folder)
+    if config is None:
+        raise D3DError(f"{folder} is not a drafter: its config.json has no 'd3d' section")
+    checkpoint.open_weights(folder, model, config)
+    if config.mask_token_id >= model.vocab_size:
+        raise D3DError(
+            f"{folder}: mask_token_id {config.mask_token_id} is outside 0..{model.vocab_size - 1}"
+        )
+    if not config.shares:
+        return model, config
     if target_folder is None:
         raise D3DError(f"the drafter {folder} shares the {config.shares[0]} of its target: name it")
     target, _ = checkpoint.read_config(target_folder)
@@ -89,10 +102,7 @@ def _shared(
             f"({model.vocab_size}, {model.hidden_size}); the target given has "
             f"({target.vocab_size}, {target.hidden_size})"
         )
-    params = checkpoint.load_params(
-        target_folder, target, stacked=False, mesh=mesh, layers=(), dtype=dtype
-    )
-    return {name: params[name] for name in config.shares if name in params}
+    return model, config
 
 
 def _draft_head(params: Params, mesh: Mesh | None) -> Any:
@@ -155,7 +165,7 @@ def save_drafter(
 ) -> None:
     """Writes a drafter's folder (stacked parameters), without what it shares with its target."""
     own = {name: leaf for name, leaf in params.items() if name not in drafter.drafter.shares}
-    checkpoint.save_model(
+    checkpoint_writing.save_model(
         folder, drafter.model, own, drafter=drafter.drafter, dtype=dtype, extra_files=extra_files
     )
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from d3d_jax import acceptance
-from d3d_jax.config import DecodeConfig
+from d3d_jax.config import DecodeConfig, ModelConfig
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.roles import (
     DrafterRole,
@@ -78,6 +78,45 @@ class Timing:
     rounds: int = 0
 
 
+def longest_sequence(config: ModelConfig, asked: int | None) -> int:
+    """The longest prompt and reply together: what is asked for, else what the model is made for.
+
+    Raises:
+      D3DError: more than that is asked for.
+    """
+    most = config.max_length
+    if asked is not None and asked > most:
+        raise D3DError(f"max_length {asked} is above the model's limit of {most}")
+    return asked or most
+
+
+def check_prompts(prompts: list[list[int]], config: ModelConfig, limit: int) -> None:
+    """Refuses prompts that a model cannot decode.
+
+    Args:
+      limit: of `longest_sequence`.
+
+    Raises:
+      D3DError: no prompt, an empty one, one that leaves no room for a reply, or no token ids.
+    """
+    if not prompts:
+        raise D3DError("there is no prompt to decode")
+    most = config.vocab_size - 1
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt:
+            raise D3DError(f"prompt {number} is empty")
+        if len(prompt) >= limit:
+            raise D3DError(
+                f"prompt {number} has {len(prompt)} tokens, the model takes at most "
+                f"{limit - 1} and room for a reply"
+            )
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise D3DError(f"prompt {number} holds {token!r}, which is no token id")
+            if not 0 <= token <= most:
+                raise D3DError(f"prompt {number} has token id {token}; ids are 0 to {most}")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Round:
     """A dispatched round: the report to come, and the handover that its block was made of."""
@@ -101,10 +140,7 @@ class Decoder:
         self.target, self.config = target, config
         self.drafter = drafter if config.mode != "plain" else None
         self.width = self.drafter.width if self.drafter else 1
-        most = target.config.max_length
-        self.limit = config.max_length or most
-        if self.limit > most:
-            raise D3DError(f"max_length {self.limit} is above the model's limit of {most}")
+        self.limit = longest_sequence(target.config, config.max_length)
         self.replies: list[Reply] = []
         self.timing = Timing()
 
@@ -126,18 +162,7 @@ class Decoder:
 
     def check(self, prompts: list[list[int]]) -> None:
         """Raises `D3DError` for a prompt that cannot be decoded, or none at all."""
-        if not prompts:
-            raise D3DError("there is no prompt to decode")
-        for number, prompt in enumerate(prompts, start=1):
-            if not prompt:
-                raise D3DError(f"prompt {number} is empty")
-            if len(prompt) >= self.limit:
-                raise D3DError(
-                    f"prompt {number} has {len(prompt)} tokens, the model takes at most "
-                    f"{self.limit - 1} and room for a reply"
-                )
-            if max(prompt) >= self.target.config.vocab_size:
-                raise D3DError(f"prompt {number} has token id {max(prompt)}, beyond the vocabulary")
+        check_prompts(prompts, self.target.config, self.limit)
 
     @property
     def _ahead(self) -> int:
@@ -153,7 +178,7 @@ class Decoder:
           new_tokens: how far to grow; None: to the limits of the configuration.
         """
         tokens, lengths = pad_prompts(prompts)
-        limits = np.full_like(lengths, self.config.max_new_tokens)
+        limits = np.full_like(lengths, min(self.config.max_new_tokens, self.limit))
         done, handover, state, drafts = self._prefill(tokens, lengths, limits)
         longest = int(lengths.max()) + (new_tokens or self.config.max_new_tokens)
         final = min(longest, self.limit) + self._ahead

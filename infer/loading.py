@@ -5,6 +5,7 @@ Nothing here prints or decodes; models themselves are loaded in `infer.model`.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -13,13 +14,12 @@ from jax.sharding import Mesh
 import d3d_jax
 from d3d_jax.branches import Rectangle
 from d3d_jax.config import DrafterConfig
-from d3d_jax.drafter import read_drafter
+from d3d_jax.drafter import check_drafter_files, read_drafter
 from d3d_jax.errors import D3DError
-from d3d_jax.infer.model import Model
+from d3d_jax.infer.model import Model, ModelFiles
 from d3d_jax.infer.roles import DrafterRole
-from d3d_jax.models import checkpoint
-from d3d_jax.models.registry import KNOWN_MODELS
-from d3d_jax.models.sharding import make_mesh
+from d3d_jax.models.registry import KNOWN_MODELS, resolve_model
+from d3d_jax.models.sharding import make_mesh, model_mesh
 from d3d_jax.models.tokenizer import Tokenizer
 
 # (C, F) of the branches where the caller names none; C never above the block size.
@@ -72,9 +72,81 @@ def drafter_caveat(config: DrafterConfig, tokenizer: Tokenizer, target: str | Pa
     return None
 
 
+@dataclasses.dataclass(frozen=True)
+class DrafterFiles:
+    """A drafter that was looked at but not loaded: all that can be checked beforehand.
+
+    Attributes:
+      config: what it adds to its model's architecture.
+      policy: the outcomes it will prepare, and its block size.
+    """
+
+    folder: Path
+    config: DrafterConfig
+    policy: Rectangle
+    mesh: Mesh
+
+    def load(self, model: Model) -> DrafterRole:
+        """Reads the weights, and what it shares with its target.
+
+        Raises:
+          D3DError: damaged files, or a target of other width or vocabulary.
+        """
+        drafter, params = read_drafter(
+            self.folder,
+            model.folder,
+            stacked=False,
+            mesh=self.mesh,
+            dtype=model.dtype,
+            shared=model.target.params if model.mesh == self.mesh else None,
+        )
+        return DrafterRole(drafter, params, self.mesh, self.policy, model.dtype)
+
+
+def open_drafter(
+    target: ModelFiles,
+    name_or_path: str | Path | None,
+    mesh: Mesh,
+    *,
+    block_size: int | None = None,
+    rectangle: tuple[int, int] | None = None,
+) -> DrafterFiles:
+    """Finds a drafter and checks it against its target; for the rest see `load_drafter`."""
+    name_or_path = name_or_path or shipped_drafter(target.name)
+    if name_or_path is None:
+        raise D3DError(f"no drafter ships for {target.name}: name the folder or hub id of one")
+    folder = resolve_model(name_or_path)
+    model, config = check_drafter_files(folder, target.folder)
+    check_drafter(config, target.tokenizer, folder)
+    if not isinstance(mesh, Mesh):
+        raise D3DError(f"mesh must be a jax.sharding.Mesh, found {type(mesh).__name__}")
+    mesh = model_mesh(mesh, model)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if block_size is None:
+        block_size = min(config.block_size, CPU_BLOCK_SIZE) if on_cpu else config.block_size
+    if type(block_size) is not int or block_size < 2:
+        raise D3DError(f"block size must be a whole number of at least 2, found {block_size!r}")
+    if block_size > config.block_size:
+        raise D3DError(
+            f"block size {block_size} is above the {config.block_size} that the drafter {folder} "
+            "was trained for"
+        )
+    if rectangle is None:
+        rectangle = (min(DEFAULT_RECTANGLE[0], block_size), DEFAULT_RECTANGLE[1])
+    if not isinstance(rectangle, tuple | list) or [*map(type, rectangle)] != [int, int]:
+        raise D3DError(f"rectangle must be two whole numbers C and F, found {rectangle!r}")
+    policy = Rectangle(*rectangle, block_size)
+    tokens = config.draft_vocab_size or model.vocab_size
+    if policy.num_candidates > tokens:
+        raise D3DError(
+            f"rectangle F = {rectangle[1]} is too many for a vocabulary of {tokens} tokens"
+        )
+    return DrafterFiles(folder, config, policy, mesh)
+
+
 def load_drafter(
     model: Model,
-    folder: str | Path | None = None,
+    name_or_path: str | Path | None = None,
     mesh: Mesh | None = None,
     *,
     block_size: int | None = None,
@@ -83,7 +155,7 @@ def load_drafter(
     """A drafter of `model`, on its own mesh, ready to decode with (`Model.generate`).
 
     Args:
-      folder: of the drafter; None takes the one that ships for the model's name.
+      name_or_path: the drafter's folder or hub id; None takes the one that ships for the model.
       mesh: of `sharding.make_mesh`; None takes a device that the model leaves free, if there is
         one, so that drafting can overlap verification, else one of the model's.
       block_size: W of a round; None takes the drafter's own, on a CPU `CPU_BLOCK_SIZE` at most.
@@ -93,34 +165,15 @@ def load_drafter(
       D3DError: none ships, not a drafter, one of another target or tokenizer, a block size above
         the one it was trained for, or an impossible rectangle.
     """
-    folder = shipped_drafter(model.name) if folder is None else Path(folder).expanduser()
-    if folder is None:
-        raise D3DError(f"no drafter ships for {model.name}: name the folder of one")
-    _, config = checkpoint.read_config(folder)
-    if config is None:
-        raise D3DError(f"{folder} is not a drafter: its config.json has no 'd3d' section")
-    check_drafter(config, model.tokenizer, folder)
     mesh = _free_mesh(model) if mesh is None else mesh
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    width = block_size or min(config.block_size, CPU_BLOCK_SIZE if on_cpu else config.block_size)
-    if width > config.block_size:
-        raise D3DError(
-            f"block size {width} is above the {config.block_size} that the drafter {folder} was "
-            "trained for"
-        )
-    outcomes, fan_out = rectangle or (min(DEFAULT_RECTANGLE[0], width), DEFAULT_RECTANGLE[1])
-    policy = Rectangle(outcomes, fan_out, width)
-    drafter, params = read_drafter(
-        folder, model.folder, stacked=False, mesh=mesh, dtype=model.dtype
+    files = open_drafter(
+        model.files, name_or_path, mesh, block_size=block_size, rectangle=rectangle
     )
-    tokens = config.draft_vocab_size or drafter.model.vocab_size
-    if policy.num_candidates > tokens:
-        raise D3DError(f"rectangle F = {fan_out} is too many for a vocabulary of {tokens} tokens")
-    return DrafterRole(drafter, params, mesh, policy, model.dtype)
+    return files.load(model)
 
 
 def _free_mesh(model: Model) -> Mesh:
     """One device, not one of the model's where there is another."""
     taken = list(model.mesh.devices.flat)
-    free = [device for device in jax.devices() if device not in taken]
+    free = [device for device in jax.local_devices() if device not in taken]
     return make_mesh((free or taken)[:1])

@@ -25,10 +25,12 @@ from d3d_jax.errors import D3DError
 from d3d_jax.infer.decoding import Decoder, Reply
 from d3d_jax.infer.measure import share_hardware
 from d3d_jax.infer.roles import DrafterRole, Target
-from d3d_jax.models import checkpoint, decoder, sharding
+from d3d_jax.models import checkpoint, checkpoint_writing, decoder, sharding
 from d3d_jax.models.registry import resolve_model
 from d3d_jax.models.tokenizer import Tokenizer
 
+# What weights, activations and caches may be.
+WEIGHT_TYPES = ("float32", "bfloat16", "float16")
 # Text or messages go through the chat template; token ids are taken as they are.
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
@@ -48,35 +50,19 @@ class Generation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
-    """A checkpoint on a mesh, with its tokenizer. Made by `load_model`.
+class ModelFiles:
+    """A checkpoint that was looked at but not loaded: all that can be checked beforehand.
 
     Attributes:
       name: what it was asked for by.
-      folder: the Hugging Face folder it was read from.
-      target: its parameters and compiled steps, for the decoders.
+      folder: the Hugging Face folder.
       tokenizer: with the chat template and every stop id of the checkpoint.
     """
 
     name: str
     folder: Path
-    target: Target
+    config: ModelConfig
     tokenizer: Tokenizer
-
-    @property
-    def config(self) -> ModelConfig:
-        """The architecture."""
-        return self.target.config
-
-    @property
-    def mesh(self) -> Mesh:
-        """Where the parameters lie, with the axes of `models.sharding`."""
-        return self.target.mesh
-
-    @property
-    def dtype(self) -> Any:
-        """Type of weights, activations and caches."""
-        return self.target.dtype
 
     def encode(
         self, prompt: Prompt, *, system: str | None = None, thinking: bool | None = None
@@ -96,6 +82,8 @@ class Model:
             if self.tokenizer.chat_template is None and system is None and thinking is None:
                 return self.tokenizer.encode(prompt)
             prompt = [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, Sequence | np.ndarray) or len(prompt) == 0:
+            raise D3DError(f"a prompt is a text, messages or token ids, found {prompt!r}")
         if all(isinstance(part, Mapping) for part in prompt):
             messages: list[Any] = list(prompt)
             if system is not None:
@@ -103,19 +91,100 @@ class Model:
             return self.tokenizer.chat(messages, thinking=thinking)
         if system is not None or thinking is not None:
             raise D3DError("system and thinking need a text or messages, not token ids")
-        return [int(token) for token in prompt]  # type: ignore[call-overload]
+        ids: list[Any] = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
+        return ids
+
+    def load(self, mesh: Mesh | None = None, dtype: Any = None) -> Model:
+        """Reads the weights; arguments and errors as for `load_model`."""
+        mesh = sharding.make_mesh(jax.local_devices()[:1]) if mesh is None else mesh
+        if not isinstance(mesh, Mesh):
+            raise D3DError(f"mesh must be a jax.sharding.Mesh, found {type(mesh).__name__}")
+        mesh = sharding.model_mesh(mesh, self.config)
+        if dtype is None:
+            on_cpu = mesh.devices.flat[0].platform == "cpu"
+            dtype = jnp.float32 if on_cpu else checkpoint.weight_type(self.folder)
+        dtype = _weight_type(dtype)
+        params = checkpoint.load_params(
+            self.folder, self.config, stacked=False, mesh=mesh, dtype=dtype
+        )
+        stop_ids = self.tokenizer.stop_ids
+        return Model(self, Target(self.config, params, mesh, stop_ids, dtype))
+
+
+def _weight_type(dtype: Any) -> np.dtype:
+    try:
+        if (kind := jnp.dtype(dtype)).name in WEIGHT_TYPES:
+            return kind
+    except TypeError:
+        pass
+    raise D3DError(f"dtype must be one of {', '.join(WEIGHT_TYPES)}, found {dtype!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A checkpoint on a mesh. Made by `load_model`.
+
+    Attributes:
+      files: where it came from, with its tokenizer.
+      target: its parameters and compiled steps, for the decoders.
+    """
+
+    files: ModelFiles
+    target: Target
+
+    @property
+    def name(self) -> str:
+        """What it was asked for by."""
+        return self.files.name
+
+    @property
+    def folder(self) -> Path:
+        """The Hugging Face folder it was read from."""
+        return self.files.folder
+
+    @property
+    def config(self) -> ModelConfig:
+        """The architecture."""
+        return self.files.config
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """With the chat template and every stop id of the checkpoint."""
+        return self.files.tokenizer
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where the parameters lie, with the axes of `models.sharding`."""
+        return self.target.mesh
+
+    @property
+    def dtype(self) -> Any:
+        """Type of weights, activations and caches."""
+        return self.target.dtype
+
+    def encode(
+        self, prompt: Prompt, *, system: str | None = None, thinking: bool | None = None
+    ) -> list[int]:
+        """Token ids of a prompt; see `ModelFiles.encode`."""
+        return self.files.encode(prompt, system=system, thinking=thinking)
 
     def logits(self, tokens: Any) -> jax.Array:
         """Scores of every next token: tokens [B, T] → float32 [B, T, V].
 
         Rows are read from the first token on, without a cache; V is split over the mesh.
+
+        Raises:
+          D3DError: not a whole array of token ids.
         """
-        ids = np.asarray(tokens, np.int32)
-        if ids.ndim != 2 or ids.size == 0:
-            raise D3DError(f"logits takes token ids [B, T], found an array of shape {ids.shape}")
+        try:
+            ids = np.asarray(tokens)
+        except ValueError as error:  # rows of different lengths
+            raise D3DError(f"logits takes token ids [B, T]: {error}") from None
+        if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":
+            raise D3DError(f"logits takes token ids [B, T], found {ids.dtype} of shape {ids.shape}")
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             raise D3DError(f"token ids must be in 0..{self.config.vocab_size - 1}")
-        return self._logits(self.target.params, ids)
+        return self._logits(self.target.params, ids.astype(np.int32))
 
     @functools.cached_property
     def _logits(self) -> Any:
@@ -139,7 +208,7 @@ class Model:
 
         Args:
           prompts: see `encode`.
-          drafter: of `load_drafter`; the text is the same without one, later.
+          drafter: of `load_drafter`; in float32 the tokens are those without one, said sooner.
           mode: None: `plain` without a drafter, `sync` where both share hardware, else `async`.
           max_new_tokens: of each reply, the stop token included.
 
@@ -187,7 +256,13 @@ class Model:
         max_new_tokens: int = 256,
         max_length: int | None = None,
     ) -> Decoder:
-        """The decoder that `generate` uses, for its rounds, timing and warm-up."""
+        """The decoder that `generate` uses, for its rounds, timing and warm-up.
+
+        Raises:
+          D3DError: a mode that needs a drafter and has none, or a limit out of range.
+        """
+        if not isinstance(drafter, DrafterRole | None):
+            raise D3DError(f"a drafter is what load_drafter returns, found {drafter!r}")
         config = DecodeConfig(mode or self.default_mode(drafter), max_new_tokens, max_length)
         return Decoder(self.target, drafter, config)
 
@@ -197,17 +272,21 @@ class Model:
             return "plain"
         return "sync" if share_hardware(self.target, drafter) else "async"
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, dtype: Any = None) -> None:
         """Writes a Hugging Face folder: weights, configuration, tokenizer, generation settings.
+
+        Args:
+          dtype: type to write weights in; None: the one they were loaded in.
 
         Raises:
           D3DError: the folder exists, or cannot be written.
         """
-        checkpoint.save_model(
+        checkpoint_writing.save_model(
             Path(folder).expanduser(),
             self.config,
             self.target.params,
-            extra_files={**checkpoint.companion_files(self.folder)},
+            dtype=None if dtype is None else _weight_type(dtype),
+            source=self.folder,
         )
 
 
@@ -231,32 +310,33 @@ def load_model(
       D3DError: no such model, a damaged or unsupported one, a tokenizer that does not fit it, or a
         mesh that its heads do not divide over.
     """
+    return open_model(name_or_path, revision=revision).load(mesh, dtype)
+
+
+def open_model(name_or_path: str | Path, *, revision: str | None = None) -> ModelFiles:
+    """Finds a checkpoint and reads everything of it but the weights.
+
+    Raises:
+      D3DError: as for `load_model`.
+    """
+    if not isinstance(name_or_path, str | Path) or not str(name_or_path):
+        raise D3DError(f"a model is named by text or a path, found {name_or_path!r}")
     folder = resolve_model(name_or_path, revision=revision)
     config, drafter = checkpoint.read_config(folder)
-    if drafter is not None and drafter.shares:
-        raise D3DError(
-            f"{folder} is a drafter without its target's weights: not a model of its own"
-        )
+    if drafter is not None:
+        raise D3DError(f"{folder} is a drafter, not a model of its own: load it with load_drafter")
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise D3DError(
             f"{folder / 'tokenizer.json'} has token ids up to {tokenizer.vocab_size - 1}, the "
             f"embedding has {config.vocab_size} rows"
         )
-    mesh = sharding.make_mesh(jax.devices()[:1]) if mesh is None else mesh
-    mesh = sharding.model_mesh(mesh, config)
-    if dtype is None and mesh.devices.flat[0].platform == "cpu":
-        dtype = jnp.float32
-    params = checkpoint.load_params(
-        folder, config, stacked=False, mesh=mesh, dtype=dtype, drafter=drafter
-    )
-    params.pop("mask", None)
-    dtype = params["norm"].dtype
-    target = Target(config, params, mesh, tokenizer.stop_ids, dtype)
-    return Model(str(name_or_path), folder, target, tokenizer)
+    name = str(name_or_path) if revision is None else f"{name_or_path}@{revision}"
+    return ModelFiles(name, folder, config, tokenizer)
 
 
 def _several(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | Mapping)):
+    one = isinstance(prompts, str) or not isinstance(prompts, Sequence)
+    if one or (len(prompts) and isinstance(prompts[0], int | float | Mapping)):
         raise D3DError("generate takes a list of prompts, so that they are decoded together")
     return prompts

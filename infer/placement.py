@@ -23,7 +23,7 @@ def role_meshes(
     """The meshes of the target and of the drafter.
 
     Args:
-      target_devices: indices of `jax.devices()`; None takes the first.
+      target_devices: indices of `jax.devices()`; None takes the first `target_tp`, or the first.
       target_tp: over how many of them heads, intermediate size and vocabulary are split, batch
         rows being split over the rest; None splits over all.
       drafter_devices: split over all of them; None takes the first device that the target leaves
@@ -33,13 +33,15 @@ def role_meshes(
       D3DError: an index that does not exist or comes twice, or a target_tp that does not divide.
     """
     devices = jax.devices()
-    target = chosen_devices("target devices", target_devices) or devices[:1]
+    if target_devices is None:
+        target_devices = range(target_tp or 1)
+    target = chosen_devices("target devices", target_devices) or []
     drafter = chosen_devices("drafter devices", drafter_devices)
     tensor = target_tp or len(target)
     if len(target) % tensor:
         raise D3DError(
-            f"target tp {tensor} does not divide the {len(target)} target devices; give as many "
-            "target devices as tp, or a multiple"
+            f"target tp {tensor} does not divide the {len(target)} target devices; give a multiple "
+            "of it"
         )
     if drafter is None:
         free = [device for device in devices if device not in target]

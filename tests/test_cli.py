@@ -217,7 +217,7 @@ BAD_GENERATE = {
     "longer than the model": (["--max-length", "513"], "above the model's limit of 512"),
     "prompt too long": (["--max-length", "8"], "prompt 1 has"),
     "not a drafter": (["--drafter", "TARGET"], "is not a drafter"),
-    "no such drafter": (["--drafter", "nonesuch"], "there is no folder nonesuch"),
+    "no such drafter": (["--drafter", "nonesuch"], "there is no model 'nonesuch'"),
     "system without template": (["--raw", "--system", "a"], "--system needs the chat template"),
     "thinking without template": (["--raw", "--thinking", "on"], "--thinking needs the chat"),
     "thinking is not switched": (["--thinking", "off"], "its chat template has no enable_thinking"),

@@ -1,7 +1,10 @@
 """`d3d inspect` and `d3d warmup`, and the placement options, through the command line."""
 
 import json
+import shutil
+from unittest.mock import Mock
 
+import huggingface_hub
 import jax
 import pytest
 
@@ -9,6 +12,7 @@ from d3d_jax import cli
 from d3d_jax.infer.roles import prompt_bucket, prompt_buckets
 from d3d_jax.models import checkpoint
 from d3d_jax.models.tokenizer import Tokenizer
+from d3d_jax.presets import preset
 from tests.tiny_folders import write_drafter, write_target
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -63,7 +67,8 @@ def test_inspect_describes_a_drafter(models, capsys):
 
 
 def test_inspect_describes_what_is_not_here(capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # The client reads its environment when it is imported.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     model = inspect(capsys, "Qwen/Qwen3-32B", "--tp", 16, "--fsdp", 2)
     assert model["parameters"] == 32_762_123_264 and model["stored_dtypes"] == {}
     assert model["mesh"] == {"data": 1, "fsdp": 2, "tensor": 8, "group": 2}
@@ -77,6 +82,25 @@ def test_inspect_describes_what_is_not_here(capsys, monkeypatch):
     ]:
         assert cli.main(["inspect", *args]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_inspect_downloads_no_weights(capsys, monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(preset("Qwen/Qwen3-8B").to_hf()))
+    download = Mock(return_value=str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", Mock())
+    model = inspect(capsys, "Qwen/Qwen3-8B@main")
+    assert model["parameters"] == 8_190_735_360 and model["stored_dtypes"] == {}
+    asked = download.call_args.kwargs
+    assert asked["allow_patterns"] == ["*.json", "*.jinja"] and asked["revision"] == "main"
+
+
+def test_inspect_says_how_far_yarn_reaches(capsys, tmp_path, models):
+    shutil.copytree(models / "target", tmp_path / "yarn")
+    raw = json.loads((tmp_path / "yarn/config.json").read_text())
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    (tmp_path / "yarn/config.json").write_text(json.dumps(raw | {"rope_scaling": scaling}))
+    assert inspect(capsys, tmp_path / "yarn")["longest_sequence"] == 2048
 
 
 def test_prompts_are_padded_to_few_lengths_and_never_by_more_than_a_quarter():
@@ -131,18 +155,20 @@ def test_placement_options_change_where_and_not_what(models, capsys):
     replies = []
     for placement in (
         [],
-        ["--target-devices", "0", "1", "2", "3", "--drafter-devices", "5", "6"],
-        ["--target-devices", "4", "3", "--target-tp", "1"],
+        ["--target-devices", "0-3", "--drafter-devices", "5,6"],
+        ["--target-devices", "4,3", "--target-tp", "1"],
     ):
         assert cli.main([*args, "--mode", "async", *placement]) == 0
         replies.append(json.loads(capsys.readouterr().out)["token_ids"])
     assert replies[0] == replies[1] == replies[2]
     for placement, message in [
-        (["--target-devices", "0", "9"], "there is no device 9"),
-        (["--target-devices", "0", "1", "2"], "do not divide over a tensor axis of 3"),
-        (["--target-devices", "-1"], "--target-devices takes indices"),
+        (["--target-devices", "0,9"], "there is no device 9"),
+        (["--target-devices", "0-2"], "do not divide over a tensor axis of 3"),
+        (["--target-devices", "x"], "--target-devices takes indices"),
+        (["--target-devices", "3-1"], "names no device"),
+        (["--target-devices", "0,200"], "at most 64"),
         (["--target-tp", "0"], "--target-tp must be at least 1"),
-        (["--drafter-devices", "2", "2"], "names a device twice"),
+        (["--drafter-devices", "2,2"], "or one twice"),
     ]:
         assert cli.main([*args, *placement]) == 2
         assert message in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import d3d_jax
-from d3d_jax.models import checkpoint
+from d3d_jax.models import checkpoint, checkpoint_writing
 from tests.models.test_checkpoint import assert_same
 from tests.tiny_folders import write_drafter, write_target
 from tests.tiny_models import greedy
@@ -100,6 +101,13 @@ def test_generation_is_what_the_model_says(folders, model):
     assert streamed == model.tokenizer.decode(expected[0])
 
 
+def test_what_is_shared_on_one_mesh_is_held_once(folders, model):
+    drafter = d3d_jax.load_drafter(model, folders / "drafter", model.mesh)
+    for name in ("embed", "head"):
+        mine, theirs = drafter.params[name], model.target.params[name]
+        assert mine.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
+
+
 def test_a_prompt_is_text_messages_or_token_ids(model):
     messages = [{"role": "user", "content": "the hello"}]
     ids = model.tokenizer.chat(messages)
@@ -134,6 +142,17 @@ def test_saving_gives_a_folder_of_the_same_model(folders, model, tmp_path):
     assert again.tokenizer.fingerprint == model.tokenizer.fingerprint
     assert again.tokenizer.stop_ids == model.tokenizer.stop_ids
     assert again.tokenizer.chat_template == model.tokenizer.chat_template
+    # Stop ids that only config.json has are kept, too; transformers stops at those.
+    raw = json.loads((folders / "target/config.json").read_text()) | {"eos_token_id": [5, 9]}
+    shutil.copytree(folders / "target", tmp_path / "stops")
+    (tmp_path / "stops/config.json").write_text(json.dumps(raw))
+    (tmp_path / "stops/generation_config.json").unlink()
+    stops = d3d_jax.load_model(tmp_path / "stops")
+    stops.save(tmp_path / "stops-copy", dtype="bfloat16")
+    saved = d3d_jax.load_model(tmp_path / "stops-copy")
+    assert saved.tokenizer.stop_ids == stops.tokenizer.stop_ids and 9 in stops.tokenizer.stop_ids
+    written = json.loads((tmp_path / "stops-copy/config.json").read_text())
+    assert written["torch_dtype"] == "bfloat16"
     names = {path.name for path in (folders / "target").iterdir()}
     assert {path.name for path in (tmp_path / "copy").iterdir()} == names
 
@@ -151,11 +170,29 @@ def test_bad_input_is_refused_in_a_sentence(folders, model, tmp_path):
     refuse("not token ids", lambda: model.generate([[5]], system="the"))
     refuse("enable_thinking", lambda: model.generate(["the"], thinking=True))
     refuse("mode sync needs a drafter", lambda: model.generate(["the"], mode="sync"))
-    refuse(r"\[B, T\]", lambda: model.logits([5, 6]))
+    for prompt in ([-1], [5, vocab], [5.7], [True], ["a"], [[5]]):
+        refuse("token id", lambda prompt=prompt: model.generate([prompt]))
+    for prompt in (None, []):
+        refuse("a prompt is", lambda prompt=prompt: model.generate([prompt]))
+    refuse("max_new_tokens", lambda: model.generate([[5]], max_new_tokens=2.5))
+    refuse("a drafter is what", lambda: model.generate([[5]], "drafter"))
+    for tokens in ([5, 6], [[5, 6], [7]], "ab", [[1.5]], [[]]):
+        refuse(r"\[B, T\]", lambda tokens=tokens: model.logits(tokens))
+    for dtype in ("foo", "int8", "float8_e4m3fn"):
+        refuse("dtype must be one of", lambda d=dtype: d3d_jax.load_model(model.folder, dtype=d))
+    refuse("must be a jax.sharding.Mesh", lambda: d3d_jax.load_model(model.folder, jax.devices()))
+    refuse("named by text", lambda: d3d_jax.load_model(""))
+    for options in (dict(block_size=0), dict(block_size="3"), dict(rectangle=(1,))):
+        refuse(
+            "block size|rectangle",
+            lambda o=options: d3d_jax.load_drafter(model, folders / "drafter", **o),
+        )
+    refuse("devices", lambda: d3d_jax.make_mesh("cpu"))
+    refuse("devices", lambda: d3d_jax.make_mesh([jax.devices()[0]] * 2))
     refuse(rf"0\.\.{vocab - 1}", lambda: model.logits([[vocab]]))
     refuse("no drafter ships", lambda: d3d_jax.load_drafter(model))
     refuse("not a drafter", lambda: d3d_jax.load_drafter(model, folders / "target"))
-    refuse("without its target's weights", lambda: d3d_jax.load_model(folders / "drafter"))
+    refuse("is a drafter, not a model", lambda: d3d_jax.load_model(folders / "drafter"))
     mesh = d3d_jax.make_mesh(jax.devices(), tensor=8)
     refuse("tensor axis of 8", lambda: d3d_jax.load_model(folders / "target", mesh))
     # A tokenizer that knows more tokens than the embedding has rows.
@@ -167,7 +204,7 @@ def test_bad_input_is_refused_in_a_sentence(folders, model, tmp_path):
     for name in ("embed", "head"):
         params[name] = params[name][: tokens - 1]
     smaller = d3d_jax.ModelConfig.from_hf(raw | {"vocab_size": tokens - 1})
-    checkpoint.save_model(tmp_path / "small", smaller, params, extra_files=dict(files))
+    checkpoint_writing.save_model(tmp_path / "small", smaller, params, extra_files=dict(files))
     refuse(
         rf"tokenizer\.json has token ids up to {tokens - 1}, the embedding has {tokens - 1} rows",
         lambda: d3d_jax.load_model(tmp_path / "small"),

@@ -68,6 +68,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_every_module_asset_and_config(wheel: Path):
     # `rglob` follows no links, so each folder gives its own modules.
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "d3d_jax").rglob("*.py")}
+    expected.add("d3d_jax/py.typed")
     for name in ("kernels", "train", "infer"):
         expected |= {f"d3d_jax/{path.relative_to(ROOT)}" for path in (ROOT / name).rglob("*.py")}
     for path in (ROOT / "assets").rglob("*"):

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from d3d_jax.models import checkpoint
+from d3d_jax.models import checkpoint, checkpoint_writing
 from d3d_jax.models.gguf import convert_gguf
 from d3d_jax.models.tokenizer import Tokenizer
 from tests.models.tiny_gguf import CHAT_TEMPLATE, METADATA, TOKENS, write_tiny_gguf
@@ -28,7 +28,7 @@ def write_target(folder: Path, seed: int = 0, template: str = CHAT_TEMPLATE) -> 
     config = tiny_config(vocab_size=len(TOKENS) + 4, num_hidden_layers=2)
     files = write_tokenizer(folder.with_name(f"{folder.name}-tokenizer"), template)
     params = jax.tree.map(np.asarray, tiny_params(config, seed))
-    checkpoint.save_model(folder, config, params, extra_files=dict(files))
+    checkpoint_writing.save_model(folder, config, params, extra_files=dict(files))
     return folder
 
 
@@ -45,5 +45,5 @@ def write_drafter(folder: Path, source: Path, **changes) -> Path:
     }
     drafter, own = tiny_drafter(config, params, layers=(1,), **(fields | changes))
     own = {name: leaf for name, leaf in own.items() if name not in ("embed", "head")}
-    checkpoint.save_model(folder, drafter.model, own, drafter=drafter.drafter)
+    checkpoint_writing.save_model(folder, drafter.model, own, drafter=drafter.drafter)
     return folder

@@ -139,7 +139,8 @@ class ResponseWriter:
             (self.folder / "responses").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise D3DError(f"cannot create {self.folder}: {error.strerror}") from error
-        if (self.folder / MANIFEST_NAME).exists():
+        # A manifest without responses is what a run left that failed before its first.
+        if (self.folder / MANIFEST_NAME).exists() and _shards(self.folder):
             _refuse_other_manifest(self.folder, read_manifest(self.folder), manifest)
         else:
             text = json.dumps(manifest.to_json(), indent=2, sort_keys=True) + "\n"

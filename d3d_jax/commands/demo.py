@@ -11,7 +11,7 @@ from rich.console import Console
 
 import d3d_jax
 from d3d_jax.commands.from_scratch import make_drafter
-from d3d_jax.commands.loading import meshes
+from d3d_jax.commands.loading import drafter_mesh, target_mesh
 from d3d_jax.commands.options import Demo, thinking_switch
 from d3d_jax.commands.runtime import busy, duration, note, prompt_ids, prompt_text, start_jax
 from d3d_jax.config import Mode
@@ -19,8 +19,8 @@ from d3d_jax.errors import D3DError
 from d3d_jax.infer import demo, demo_report
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.demo_view import make_view
-from d3d_jax.infer.loading import drafter_caveat, load_drafter, model_name, shipped_drafter
-from d3d_jax.infer.model import load_model
+from d3d_jax.infer.loading import drafter_caveat, model_name, open_drafter, shipped_drafter
+from d3d_jax.infer.model import open_model
 from d3d_jax.models.registry import cache_dir, model_source
 from d3d_jax.models.tokenizer import Tokenizer
 from d3d_jax.train.responses import Prompt, read_prompts
@@ -31,26 +31,26 @@ PROMPTS = Path(d3d_jax.__file__).parent / "assets" / "prompts.jsonl"
 def run(options: Demo) -> None:
     """Finds or makes the drafter, decodes in all modes, prints the table, saves the figures."""
     demo_report.check_writable(options.out)
-    prompts = held_out(read_prompts(PROMPTS), options.prompts)
-    texts = [prompt_text(prompt) for prompt in prompts]
-    start_jax(cpu_devices=options.placement.num_devices)
-    drafter_folder = _drafter_folder(options)
-    with busy(f"loading {options.target} and the drafter"):
-        target_mesh, drafter_mesh = meshes("async", options.placement)
-        model = load_model(options.target, target_mesh)
-        drafter = load_drafter(
-            model,
-            drafter_folder,
-            drafter_mesh,
-            block_size=options.block_size,
-            rectangle=options.rectangle,
-        )
-    target, tokenizer = model.target, model.tokenizer
-    if caveat := drafter_caveat(drafter.drafter, tokenizer, options.target):
-        note(caveat)
-    decoders = demo.make_decoders(target, drafter, options.max_new_tokens)
+    texts = [prompt_text(prompt) for prompt in held_out(read_prompts(PROMPTS), options.prompts)]
     thinking = thinking_switch(options.thinking)
-    comparison = _compare(decoders, tokenizer, texts, thinking)
+    start_jax(cpu_devices=options.placement.num_devices)
+    files = open_model(options.target)
+    mesh = target_mesh(files, options.placement)
+    prompts = [prompt_ids(files, text, thinking=thinking) for text in texts]
+    drafter_files = open_drafter(
+        files,
+        _drafter_folder(options),
+        drafter_mesh("async", options.placement),
+        block_size=options.block_size,
+        rectangle=options.rectangle,
+    )
+    if caveat := drafter_caveat(drafter_files.config, files.tokenizer, options.target):
+        note(caveat)
+    with busy(f"loading {options.target} and the drafter"):
+        model = files.load(mesh)
+        drafter = drafter_files.load(model)
+    decoders = demo.make_decoders(model.target, drafter, options.max_new_tokens)
+    comparison = _compare(decoders, model.tokenizer, texts, prompts)
     settings = {
         "target": model_name(options.target),
         "weights": _weights(model.folder),
@@ -65,10 +65,11 @@ def run(options: Demo) -> None:
     note(f"Saved {saved[0]} and {saved[1]}.")
 
 
-def _drafter_folder(options: Demo) -> Path:
+def _drafter_folder(options: Demo) -> str | Path:
     if options.from_scratch:
         work = options.work or cache_dir() / "demo" / model_name(options.target)
-        return make_drafter(options.target, PROMPTS, work, thinking_switch(options.thinking))
+        thinking = thinking_switch(options.thinking)
+        return make_drafter(options.target, PROMPTS, work, thinking, options.placement)
     folder = options.drafter or shipped_drafter(options.target)
     if folder is None:
         raise D3DError(
@@ -79,10 +80,12 @@ def _drafter_folder(options: Demo) -> Path:
 
 
 def _compare(
-    decoders: dict[Mode, Decoder], tokenizer: Tokenizer, texts: list[str], thinking: bool | None
+    decoders: dict[Mode, Decoder],
+    tokenizer: Tokenizer,
+    texts: list[str],
+    prompts: list[list[int]],
 ) -> demo.Comparison:
     """Runs and shows the comparison, its table and its verdict."""
-    prompts = [prompt_ids(tokenizer, text, thinking=thinking) for text in texts]
     for decoder in decoders.values():
         decoder.check(prompts)
     with busy("compiling, which is not counted in the figures"):

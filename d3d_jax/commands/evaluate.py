@@ -35,13 +35,13 @@ def run(options: Evaluate) -> None:
         print_figures(figures)
 
 
-def load_checked(folder: Path, target: str) -> tuple[Drafter, Params]:
+def load_checked(name_or_path: str | Path, target: str) -> tuple[Drafter, Params]:
     """A drafter with stacked parameters, checked against its target.
 
     Raises:
       D3DError: not a drafter, or one of another target or tokenizer.
     """
-    target_folder = resolve_model(target)
+    folder, target_folder = resolve_model(name_or_path), resolve_model(target)
     drafter, params = read_drafter(folder, target_folder, stacked=True, dtype=np.float32)
     check_drafter(drafter.drafter, Tokenizer.from_folder(target_folder), folder)
     return drafter, params
@@ -61,8 +61,8 @@ def check_data(drafter: Drafter, dataset: ResponseDataset) -> None:
     ):
         if ours != theirs:
             raise D3DError(
-                f"{dataset.folder} holds responses with {what} {theirs:.16}, the drafter was made "
-                f"for {ours:.16}"
+                f"{dataset.folder} holds responses with {what} {theirs:.80}, the drafter was made "
+                f"for {ours:.80}"
             )
 
 

@@ -13,7 +13,7 @@ import jax
 
 from d3d_jax.commands import init_drafter, respond
 from d3d_jax.commands.evaluate import load_checked, measure, print_figures
-from d3d_jax.commands.options import InitDrafter
+from d3d_jax.commands.options import InitDrafter, TargetPlacement
 from d3d_jax.commands.runtime import duration, note
 from d3d_jax.commands.train import train
 from d3d_jax.infer.demo_report import check_writable
@@ -29,11 +29,18 @@ MAX_NEW_TOKENS, BATCH = 128, 24
 DRAFT_VOCAB, BLOCK_SIZE = 6144, 8
 
 
-def make_drafter(target: str, prompts: Path, work: Path, thinking: bool | None = None) -> Path:
+def make_drafter(
+    target: str,
+    prompts: Path,
+    work: Path,
+    thinking: bool | None = None,
+    placement: TargetPlacement | None = None,
+) -> Path:
     """Makes responses, trains a drafter on them and measures it; continues what `work` holds.
 
     Args:
       thinking: whether the target thinks, on or off; None: as its chat template has it.
+      placement: of the target while it answers; None: on the first device.
 
     Returns:
       The trained drafter's folder.
@@ -45,7 +52,13 @@ def make_drafter(target: str, prompts: Path, work: Path, thinking: bool | None =
     began = time.perf_counter()
     note(f"1 of 4: {target} answers the built-in prompts ({work})")
     respond.make_responses(
-        target, prompts, work / "responses", MAX_NEW_TOKENS, BATCH, thinking=thinking
+        target,
+        prompts,
+        work / "responses",
+        MAX_NEW_TOKENS,
+        BATCH,
+        thinking=thinking,
+        placement=placement,
     )
     data = respond.ensure_dataset(work / "responses")
     initial = work / "initial-drafter"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from d3d_jax.commands.loading import load_decoder
+from d3d_jax.commands.loading import open_decoder
 from d3d_jax.commands.options import Generate, thinking_switch
 from d3d_jax.commands.runtime import (
     busy,
@@ -20,6 +20,7 @@ from d3d_jax.commands.runtime import (
 )
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.decoding import Decoder, Reply
+from d3d_jax.infer.model import ModelFiles
 from d3d_jax.infer.roles import pad_prompts
 from d3d_jax.models.tokenizer import Tokenizer
 from d3d_jax.train.responses import read_prompts
@@ -32,13 +33,12 @@ def run(options: Generate) -> None:
     """Decodes all prompts, a batch at a time."""
     texts = _texts(options)
     start_jax(cpu_devices=options.placement.num_devices)
+    files = open_decoder(options.target, options.decoding, options.placement)
+    tokenizer = files.target.tokenizer
+    prompts = [_ids(options, files.target, text) for text in texts]
+    files.check(prompts)
     with busy(f"loading {options.target}"):
-        decoder, model = load_decoder(
-            options.target, options.decoding, options.placement, options.max_new_tokens
-        )
-    tokenizer = model.tokenizer
-    prompts = [_ids(options, tokenizer, text) for text in texts]
-    decoder.check(prompts)
+        decoder = files.load(options.max_new_tokens)
     size = min(options.decoding.batch, len(texts))
     warm: set[tuple[int, ...]] = set()
     for first in range(0, len(texts), size):
@@ -77,10 +77,10 @@ def _texts(options: Generate) -> list[str]:
     return [text]
 
 
-def _ids(options: Generate, tokenizer: Tokenizer, text: str) -> list[int]:
+def _ids(options: Generate, files: ModelFiles, text: str) -> list[int]:
     if options.raw:
-        return tokenizer.encode(text)
-    return prompt_ids(tokenizer, text, options.system, thinking_switch(options.thinking))
+        return files.tokenizer.encode(text)
+    return prompt_ids(files, text, options.system, thinking_switch(options.thinking))
 
 
 def _replies(

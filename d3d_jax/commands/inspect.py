@@ -18,7 +18,7 @@ from d3d_jax.commands.runtime import note
 from d3d_jax.config import DrafterConfig, ModelConfig
 from d3d_jax.errors import D3DError
 from d3d_jax.models import checkpoint, parameters, sharding
-from d3d_jax.models.registry import resolve_model
+from d3d_jax.models.registry import describe_model
 from d3d_jax.models.safetensors_folder import SafetensorsFolder
 from d3d_jax.models.tokenizer import Tokenizer
 from d3d_jax.presets import PRESETS
@@ -40,21 +40,15 @@ def describe(options: Inspect) -> dict[str, Any]:
       D3DError: no such model, damaged files, or a mesh that its heads do not divide over.
     """
     try:
-        folder = _folder(options.model)
+        folder, has_weights = describe_model(options.model)
     except D3DError as error:
         if options.model not in PRESETS:
             raise
         note(f"{error}; described from its published architecture")
         return _figures(options, PRESETS[options.model], None, None)
     config, drafter = checkpoint.read_config(folder)
-    files = checkpoint.open_weights(folder, config, drafter)
+    files = checkpoint.open_weights(folder, config, drafter) if has_weights else None
     return _figures(options, config, drafter, files) | _tokenizer(folder, drafter)
-
-
-def _folder(name: str) -> Path:
-    # A drafter's folder has no tokenizer of its own, so it is not asked of the registry.
-    path = Path(name).expanduser()
-    return path if path.is_dir() else resolve_model(name)
 
 
 def _figures(
@@ -76,6 +70,7 @@ def _figures(
         "parameters": parameters.count(config, drafter),
         "stored_dtypes": stored,
         "dtype": kind,
+        "longest_sequence": config.max_length,
         "mesh": dict(mesh.shape),
         "bytes_per_device": _bytes_per_device(config, drafter, mesh, kind),
         "cache_bytes_per_token_per_device": _cache_bytes(config, mesh, kind),
@@ -131,6 +126,7 @@ def _print(figures: dict[str, Any]) -> None:
     config = figures["config"]
     heads = f"{config['num_attention_heads']} query, {config['num_key_value_heads']} kv"
     mesh = " × ".join(f"{name} {size}" for name, size in figures["mesh"].items() if size > 1)
+    weights = "own weights" if figures["drafter"] else "weights"
     table = Table(show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
@@ -144,11 +140,11 @@ def _print(figures: dict[str, Any]) -> None:
         "vocabulary": f"{config['vocab_size']:,} rows"
         + (", tied" if config["tie_word_embeddings"] else ""),
         "rope": f"theta {config['rope_theta']:g}" + _yarn(config),
-        "longest sequence": f"{config['max_position_embeddings']:,}",
+        "longest sequence": f"{figures['longest_sequence']:,}",
         "stored as": ", ".join(f"{n:,} {kind}" for kind, n in figures["stored_dtypes"].items())
         or "not here",
         "mesh": mesh or "one device",
-        f"{figures['dtype']} weights per device": _size(figures["bytes_per_device"]),
+        f"{figures['dtype']} {weights} per device": _size(figures["bytes_per_device"]),
         "cache per token and device": _size(figures["cache_bytes_per_token_per_device"]),
         "held whole by every device": ", ".join(figures["held_whole"]),
         "tokenizer": figures.get("tokenizer_fingerprint"),

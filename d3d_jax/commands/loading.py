@@ -1,62 +1,99 @@
-"""From the options of a command to a loaded target, drafter and decoder."""
+"""From the options of a command to target, drafter and decoder: looked at first, then loaded."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from d3d_jax.commands.options import Decoding, Placement
+from d3d_jax.commands.options import Decoding, Placement, TargetPlacement
 from d3d_jax.commands.runtime import note
 from d3d_jax.config import Mode
 from d3d_jax.errors import D3DError
-from d3d_jax.infer.decoding import Decoder
-from d3d_jax.infer.loading import drafter_caveat, load_drafter, shipped_drafter
-from d3d_jax.infer.model import Model, load_model
+from d3d_jax.infer.decoding import Decoder, check_prompts, longest_sequence
+from d3d_jax.infer.loading import DrafterFiles, drafter_caveat, open_drafter, shipped_drafter
+from d3d_jax.infer.model import ModelFiles, open_model
 from d3d_jax.infer.placement import role_meshes
+from d3d_jax.models.sharding import model_mesh
 
 
-def meshes(mode: Mode, placement: Placement) -> tuple[Mesh, Mesh]:
-    """The meshes of target and drafter that the placement options ask for."""
+def target_mesh(files: ModelFiles, placement: TargetPlacement) -> Mesh:
+    """The mesh that the placement options ask for, checked against the model's heads."""
+    mesh, _ = role_meshes(
+        "plain",
+        target_devices=placement.target_indices,
+        target_tp=placement.target_tp,
+    )
+    return model_mesh(mesh, files.config)
+
+
+def drafter_mesh(mode: Mode, placement: Placement) -> Mesh:
+    """The drafter's mesh that the placement options ask for."""
     return role_meshes(
         mode,
-        target_devices=placement.target_devices,
+        target_devices=placement.target_indices,
         target_tp=placement.target_tp,
-        drafter_devices=placement.drafter_devices,
-    )
+        drafter_devices=placement.drafter_indices,
+    )[1]
 
 
-def load_decoder(
-    target: str, decoding: Decoding, placement: Placement, max_new_tokens: int
-) -> tuple[Decoder, Model]:
-    """The decoder that the options of a command describe, and the model it decodes.
+@dataclasses.dataclass(frozen=True)
+class DecoderFiles:
+    """What the options of a command describe, checked as far as goes without reading weights."""
+
+    target: ModelFiles
+    drafter: DrafterFiles | None
+    mesh: Mesh
+    options: Decoding
+
+    def check(self, prompts: list[list[int]]) -> None:
+        """Refuses prompts that cannot be decoded (`D3DError`)."""
+        config = self.target.config
+        check_prompts(prompts, config, longest_sequence(config, self.options.max_length))
+
+    def load(self, max_new_tokens: int) -> Decoder:
+        """Reads the weights."""
+        dtype = None if self.options.dtype is None else jnp.dtype(self.options.dtype)
+        model = self.target.load(self.mesh, dtype)
+        return model.decoder(
+            self.drafter and self.drafter.load(model),
+            mode=self.options.mode,
+            max_new_tokens=max_new_tokens,
+            max_length=self.options.max_length,
+        )
+
+
+def open_decoder(target: str, decoding: Decoding, placement: Placement) -> DecoderFiles:
+    """Finds and checks everything that the options of a command name.
 
     Raises:
-      D3DError: what cannot be loaded or does not fit together.
+      D3DError: what cannot be found or does not fit together.
     """
-    folder = decoding.drafter or shipped_drafter(target)
-    if decoding.mode not in (None, "plain") and folder is None:
+    files = open_model(target)
+    longest_sequence(files.config, decoding.max_length)
+    mesh = target_mesh(files, placement)
+    name = decoding.drafter or shipped_drafter(target)
+    if decoding.mode == "plain" or (decoding.mode is None and name is None):
+        unused = {
+            "--block-size": decoding.block_size,
+            "--rectangle": decoding.rectangle,
+            "--drafter-devices": placement.drafter_devices,
+        }
+        if given := [option for option, value in unused.items() if value is not None]:
+            note(f"no drafter decodes here: {', '.join(given)} changes nothing")
+        return DecoderFiles(files, None, mesh, decoding)
+    if name is None:
         raise D3DError(
             f"--mode {decoding.mode} needs a drafter and none ships for {target}: add --drafter"
         )
-    drafts = folder is not None and decoding.mode != "plain"
-    target_mesh, drafter_mesh = meshes("async" if drafts else "plain", placement)
-    dtype = None if decoding.dtype is None else jnp.dtype(decoding.dtype)
-    model = load_model(target, target_mesh, dtype=dtype)
-    drafter = None
-    if folder is not None and drafts:
-        drafter = load_drafter(
-            model,
-            folder,
-            drafter_mesh,
-            block_size=decoding.block_size,
-            rectangle=decoding.rectangle,
-        )
-        if caveat := drafter_caveat(drafter.drafter, model.tokenizer, target):
-            note(caveat)
-    decoder = model.decoder(
-        drafter,
-        mode=decoding.mode,
-        max_new_tokens=max_new_tokens,
-        max_length=decoding.max_length,
+    drafter = open_drafter(
+        files,
+        name,
+        drafter_mesh("async", placement),
+        block_size=decoding.block_size,
+        rectangle=decoding.rectangle,
     )
-    return decoder, model
+    if caveat := drafter_caveat(drafter.config, files.tokenizer, target):
+        note(caveat)
+    return DecoderFiles(files, drafter, mesh, decoding)

@@ -41,8 +41,53 @@ def _at_least(minimum: int, **values: int | None) -> None:
             raise D3DError(f"{option} must be at least {minimum}, found {value}")
 
 
+def _indices(option: str, text: str | None) -> tuple[int, ...] | None:
+    """The device indices of `0-3,5`; None for None."""
+    if text is None:
+        return None
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise D3DError(f"{option} takes indices of devices such as 0-3,5; found {text!r}")
+        if len(first + last) > 8:
+            raise D3DError(f"{option} {text}: no machine has that many devices")
+        found += range(int(first), int(last or first) + 1)
+    if not found or len(set(found)) != len(found):
+        raise D3DError(f"{option} {text} names no device, or one twice")
+    return tuple(found)
+
+
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class TargetPlacement:
+    """Which devices hold the target.
+
+    Attributes:
+      target_devices: Devices of the target, as indices of jax.devices().
+      target_tp: Over how many of them the target is split (tensor parallel); the rest take parts of
+        the batch.
+    """
+
+    target_devices: Annotated[str | None, _arg("I-J,K", "the first --target-tp")] = None
+    target_tp: Annotated[int | None, _arg("N", "all of --target-devices, or 1")] = None
+
+    def __post_init__(self) -> None:
+        _at_least(1, target_tp=self.target_tp)
+        _indices("--target-devices", self.target_devices)
+
+    @property
+    def target_indices(self) -> tuple[int, ...] | None:
+        """Those of --target-devices."""
+        return _indices("--target-devices", self.target_devices)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there must be."""
+        return max(*(self.target_indices or (0,)), (self.target_tp or 1) - 1) + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement(TargetPlacement):
     """Which devices hold the models.
 
     Attributes:
@@ -52,23 +97,23 @@ class Placement:
       drafter_devices: Devices of the drafter, which is split over them.
     """
 
-    target_devices: Annotated[tuple[int, ...] | None, _arg("I ...", "the first device")] = None
-    target_tp: Annotated[int | None, _arg("N", "all of --target-devices")] = None
     drafter_devices: Annotated[
-        tuple[int, ...] | None, _arg("I ...", "a device that the target leaves free")
+        str | None, _arg("I-J,K", "a device that the target leaves free")
     ] = None
 
     def __post_init__(self) -> None:
-        _at_least(1, target_tp=self.target_tp)
-        for name in ("target_devices", "drafter_devices"):
-            indices = getattr(self, name)
-            if indices is not None and (not indices or min(indices) < 0):
-                raise D3DError(f"--{name.replace('_', '-')} takes indices of devices, from 0 on")
+        super().__post_init__()
+        _indices("--drafter-devices", self.drafter_devices)
+
+    @property
+    def drafter_indices(self) -> tuple[int, ...] | None:
+        """Those of --drafter-devices."""
+        return _indices("--drafter-devices", self.drafter_devices)
 
     @property
     def num_devices(self) -> int:
         """How many devices there must be, at least two, one for each role."""
-        return max((*(self.target_devices or ()), *(self.drafter_devices or ()), 1)) + 1
+        return max(super().num_devices, max(self.drafter_indices or (1,)) + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +121,7 @@ class Decoding:
     """How to decode.
 
     Attributes:
-      drafter: Drafter folder.
+      drafter: Folder or hub id of the drafter.
       mode: plain (target alone), sync (draft, then verify) or async (draft while verifying).
         By default plain without a drafter; with one, sync where both roles share hardware (as on a
         CPU) and async elsewhere.
@@ -87,7 +132,7 @@ class Decoding:
       dtype: Type of weights, activations and caches.
     """
 
-    drafter: Annotated[Path | None, _arg("DIR", "the one shipped for this target, if any")] = None
+    drafter: Annotated[str | None, _arg("MODEL", "the one shipped for this target, if any")] = None
     mode: Annotated[Mode | None, _arg("{plain,sync,async}", "the fastest expected here")] = None
     max_length: Annotated[int | None, _arg("N", "the model's own limit")] = None
     block_size: Annotated[int | None, _arg("W", "the drafter's own; on CPU at most 4")] = None
@@ -100,6 +145,8 @@ class Decoding:
     def __post_init__(self) -> None:
         _at_least(1, batch=self.batch)
         _at_least(2, max_length=self.max_length, block_size=self.block_size)
+        if self.drafter == "":
+            raise D3DError("--drafter names no folder; leave it out to use the shipped one, if any")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +219,7 @@ class Respond:
     out: Annotated[Path | None, _arg("DIR", "named after the file")] = None
     max_new_tokens: int = 192
     batch: int = 24
-    placement: Placement = dataclasses.field(default_factory=Placement)
+    placement: TargetPlacement = dataclasses.field(default_factory=TargetPlacement)
 
     def __post_init__(self) -> None:
         _at_least(1, max_new_tokens=self.max_new_tokens, batch=self.batch)
@@ -193,7 +240,7 @@ class Train:
     Attributes:
       config: Name of a shipped training config, or a YAML file.
       data: Dataset folder that `d3d respond` built.
-      drafter: Drafter to start from (`d3d init-drafter`).
+      drafter: Folder or hub id of the drafter to start from (`d3d init-drafter`).
       target: The drafter's target model.
       out: Folder of the run; the trained drafter is exported to its drafter/.
       drafter_devices: Devices to train on, as indices of jax.devices().
@@ -202,11 +249,19 @@ class Train:
 
     config: Annotated[str, _arg("NAME|FILE")]
     data: Annotated[Path, _arg("DIR")]
-    drafter: Annotated[Path, _arg("DIR")]
+    drafter: Annotated[str, _arg("MODEL")]
     target: Annotated[str, _arg("MODEL")]
     out: Annotated[Path, _arg("DIR")]
-    drafter_devices: Annotated[tuple[int, ...] | None, _arg("I ...", "all")] = None
+    drafter_devices: Annotated[str | None, _arg("I-J,K", "all")] = None
     overrides: Annotated[tyro.conf.Positional[tuple[str, ...]], _arg("[KEY=VALUE ...]", "")] = ()
+
+    def __post_init__(self) -> None:
+        _indices("--drafter-devices", self.drafter_devices)
+
+    @property
+    def drafter_indices(self) -> tuple[int, ...] | None:
+        """Those of --drafter-devices."""
+        return _indices("--drafter-devices", self.drafter_devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +269,7 @@ class Evaluate:
     """Measure a drafter's acceptance length on recorded responses, without running the target.
 
     Attributes:
-      drafter: Drafter folder.
+      drafter: Folder or hub id of the drafter.
       target: Its target model.
       data: Dataset folder of greedy responses of that target.
       split: Part of the dataset.
@@ -223,7 +278,7 @@ class Evaluate:
       json: Print one JSON object instead of a table.
     """
 
-    drafter: Annotated[Path, _arg("DIR")]
+    drafter: Annotated[str, _arg("MODEL")]
     target: Annotated[str, _arg("MODEL")]
     data: Annotated[Path, _arg("DIR")]
     split: Literal["train", "validation"] = "validation"
@@ -280,7 +335,8 @@ class Generate:
 class Warmup:
     """Compile every program that `d3d generate` with the same options can need.
 
-    They are kept in the cache folder, so that later runs start at once.
+    They are kept in the cache folder, so that later runs start at once. A run of fewer prompts than
+    --batch decodes them in a batch of its own size, for which it compiles.
 
     Attributes:
       target: Model to decode: a name, hub id (org/name or org/name@revision), folder or .gguf file.
@@ -297,8 +353,8 @@ class Warmup:
 class Inspect:
     """Describe a model or drafter: parameters, types, bytes per device, tokenizer.
 
-    Weights are not read, only the headers of their files. A Qwen3 hub id that is not cached is
-    described from its published architecture.
+    Weights are neither read nor downloaded, only the headers of their files. A Qwen3 hub id that
+    can be neither found here nor reached is described from its published architecture.
 
     Attributes:
       model: A name, hub id (org/name or org/name@revision), folder or .gguf file.
@@ -324,7 +380,7 @@ class Demo:
 
     Attributes:
       target: Model to decode.
-      drafter: Drafter folder.
+      drafter: Folder or hub id of the drafter.
       prompts: How many of the built-in held-out prompts.
       thinking: Whether the target thinks before it answers; its chat template must be able to
         switch that.
@@ -338,7 +394,7 @@ class Demo:
     """
 
     target: Annotated[str, _arg("MODEL")] = "smollm2-135m"
-    drafter: Annotated[Path | None, _arg("DIR", "the one shipped for this target")] = None
+    drafter: Annotated[str | None, _arg("MODEL", "the one shipped for this target")] = None
     prompts: int = 6
     thinking: Thinking = None
     max_new_tokens: int = 128

@@ -7,8 +7,8 @@ import hashlib
 import time
 from pathlib import Path
 
-from d3d_jax.commands.loading import meshes
-from d3d_jax.commands.options import Placement, Respond, thinking_switch
+from d3d_jax.commands.loading import target_mesh
+from d3d_jax.commands.options import Respond, TargetPlacement, thinking_switch
 from d3d_jax.commands.runtime import (
     Bar,
     busy,
@@ -20,7 +20,7 @@ from d3d_jax.commands.runtime import (
 )
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.loading import model_name
-from d3d_jax.infer.model import load_model
+from d3d_jax.infer.model import open_model
 from d3d_jax.models import checkpoint
 from d3d_jax.models.registry import resolve_model
 from d3d_jax.models.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ def make_responses(
     *,
     system: str | None = None,
     thinking: bool | None = None,
-    placement: Placement | None = None,
+    placement: TargetPlacement | None = None,
 ) -> int:
     """Answers every prompt of a file that `out` does not hold an answer to yet.
 
@@ -92,27 +92,27 @@ def make_responses(
     """
     prompts = read_prompts(file)
     warn_of_turns(prompts, file)
-    folder = resolve_model(target_name)
-    tokenizer, task = Tokenizer.from_folder(folder), file.name.split(".")[0]
+    files, task = open_model(target_name), file.name.split(".")[0]
     rows = [
-        (prompt_ids(tokenizer, prompt_text(p), system, thinking), p.split, p.task or task)
+        (prompt_ids(files, prompt_text(p), system, thinking), p.split, p.task or task)
         for p in prompts
     ]
-    most = checkpoint.read_config(folder)[0].max_length
+    placement = placement or TargetPlacement()
+    start_jax(cpu_devices=placement.num_devices)
+    mesh = target_mesh(files, placement)
+    most = files.config.max_length
     for number, (ids, _, _) in enumerate(rows, start=1):
         if len(ids) >= most:
             raise D3DError(
                 f"{file}: prompt {number} has {len(ids)} tokens, {target_name} takes at most "
                 f"{most - 1}"
             )
-    manifest = _manifest(target_name, folder, file, max_new_tokens)
+    manifest = _manifest(target_name, files.folder, file, max_new_tokens)
     manifest = dataclasses.replace(manifest, system=system, thinking=thinking)
     writer = ResponseWriter(out, manifest)
     if missing := len(rows) - len(writer.done):
-        placement = placement or Placement()
-        start_jax(cpu_devices=placement.num_devices)
         with busy(f"loading {target_name}"):
-            target = load_model(folder, meshes("plain", placement)[0]).target
+            target = files.load(mesh).target
         with Bar("responses", len(rows)) as bar:
             respond(target, rows, writer, batch=min(batch, missing), progress=_Speed(bar))
     return len(writer.done)

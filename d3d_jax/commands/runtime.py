@@ -18,12 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from d3d_jax.compilation import keep_compiled
 from d3d_jax.errors import D3DError
-from d3d_jax.models.tokenizer import Tokenizer
+from d3d_jax.infer.model import ModelFiles
 from d3d_jax.train.responses import Prompt
 
 console = Console(stderr=True, highlight=False)
 # A log file gets a line of progress no more often than this, in seconds.
 _LINE_EVERY = 10.0
+_MOST_CPU_DEVICES = 64
 
 
 def start_jax(cpu_devices: int = 1) -> None:
@@ -34,6 +35,11 @@ def start_jax(cpu_devices: int = 1) -> None:
     Args:
       cpu_devices: on CPU, how many to make: decoding with a drafter gives each role its own.
     """
+    if cpu_devices > _MOST_CPU_DEVICES:
+        raise D3DError(
+            f"there is no device {cpu_devices - 1}; a CPU is divided into at most "
+            f"{_MOST_CPU_DEVICES}"
+        )
     config: Any = jax.config  # its settings are attributes that type checkers do not know
     if config.jax_num_cpu_devices < 0:
         config.update("jax_num_cpu_devices", cpu_devices)
@@ -136,21 +142,14 @@ def warn_of_turns(prompts: list[Prompt], file: Path) -> None:
 
 
 def prompt_ids(
-    tokenizer: Tokenizer, text: str, system: str | None = None, thinking: bool | None = None
+    files: ModelFiles, text: str, system: str | None = None, thinking: bool | None = None
 ) -> list[int]:
-    """Token ids of one user message under the model's chat template.
-
-    Args:
-      system: message put before it; None: the template's own, if any.
-      thinking: on or off; None: as the template has it.
+    """Token ids of one user message under the model's chat template (`ModelFiles.encode`).
 
     Raises:
       D3DError: the model has no chat template, it refuses the message, or it cannot switch
         thinking.
     """
-    if tokenizer.chat_template is None:
+    if files.tokenizer.chat_template is None:
         raise D3DError("the target has no chat template: only d3d generate --raw can use it")
-    messages = [{"role": "user", "content": text}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    return tokenizer.chat(messages, thinking=thinking)
+    return files.encode(text, system=system, thinking=thinking)

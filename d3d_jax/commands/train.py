@@ -19,8 +19,8 @@ def run(options: Train) -> None:
     """Checks that config, data, drafter and target fit together, then trains."""
     config = load_config(options.config, options.overrides)
     drafter, params = load_checked(options.drafter, options.target)
-    start_jax(cpu_devices=max(options.drafter_devices or (0,)) + 1)
-    devices = chosen_devices("--drafter-devices", options.drafter_devices)
+    start_jax(cpu_devices=max(options.drafter_indices or (0,)) + 1)
+    devices = chosen_devices("--drafter-devices", options.drafter_indices)
     exported = train(drafter, params, config, options.data, options.out, devices)
     note(f"the trained drafter is in {exported}")
 

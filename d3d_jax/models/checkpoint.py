@@ -1,15 +1,14 @@
-"""Reading and writing Hugging Face folders: config.json, weights and their companions, no torch.
+"""Reading Hugging Face folders: config.json, weights straight onto a mesh, and their companions.
 
-The table of `models.parameters` drives both directions. Names of models are resolved to folders in
-`registry`.
+The table of `models.parameters` names the tensors; writing is `models.checkpoint_writing`. Names of
+models are resolved to folders in `registry`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
-import os
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from d3d_jax.config import DrafterConfig, ModelConfig
 from d3d_jax.errors import D3DError
 from d3d_jax.models import parameters
 from d3d_jax.models.parameters import Parameter
-from d3d_jax.models.safetensors_folder import INDEX, WEIGHTS, SafetensorsFolder
+from d3d_jax.models.safetensors_folder import SafetensorsFolder
 
 # Files of a model that are neither its configuration nor its weights.
 COMPANIONS = (
@@ -35,10 +34,10 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
 )
-# What the hub's tools keep to.
-MAX_SHARD_BYTES = 5 * 10**9
 # Rows of a stored head that are compared with the embedding it should equal.
 _TIED_SAMPLES = 64
+# Bytes; the CPU client of XLA copies host arrays that start elsewhere.
+_ALIGNMENT = 64
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, DrafterConfig | None]:
@@ -54,13 +53,16 @@ def read_config(folder: Path) -> tuple[ModelConfig, DrafterConfig | None]:
         if not folder.is_dir():
             raise D3DError(f"there is no folder {folder}") from None
         raise D3DError(f"{folder} is not a model folder: it has no config.json") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise D3DError(f"{path} cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise D3DError(f"{path} cannot be read: it is not a JSON object")
     section = raw.get("d3d")
-    drafter = None if section is None else DrafterConfig.from_json(section)
-    return ModelConfig.from_hf(raw), drafter
+    try:
+        drafter = None if section is None else DrafterConfig.from_json(section)
+        return ModelConfig.from_hf(raw), drafter
+    except D3DError as error:
+        raise D3DError(f"{folder}: {error}") from None
 
 
 def open_weights(
@@ -73,6 +75,11 @@ def open_weights(
         another shape or type; a head is stored that contradicts `tie_word_embeddings`.
     """
     files = SafetensorsFolder(folder)
+    if config.num_hidden_layers > len(files.keys()):
+        raise D3DError(
+            f"{folder}: config.json says {config.num_hidden_layers} layers, the weights are only "
+            f"{len(files.keys())} tensors"
+        )
     shapes, integers = {}, set()
     for row in parameters.stored(config, drafter):
         layers = range(config.num_hidden_layers) if row.in_layer else (None,)
@@ -89,7 +96,7 @@ def open_weights(
         shapes[head] = shapes[embed]
         files.check(shapes, integers)
         _check_tied(files, embed, head)
-    elif head not in files and head in shapes:
+    elif head not in files and head in shapes and embed in files:
         raise D3DError(
             f"{folder}: tensor {head} is missing, and config.json says tie_word_embeddings = false"
         )
@@ -123,8 +130,8 @@ def load_params(
     Args:
       stacked: one dict of [L, …] leaves, or a tuple of per-layer dicts.
       mesh: of `sharding.model_mesh`. Every leaf goes straight to its devices and each process
-        reads only what its own devices hold; the host holds one device's part of one leaf at a
-        time. None gives whole NumPy arrays.
+        reads only what its own devices hold; the host holds one device's part of a leaf, and the
+        one before it until that has arrived. None gives whole NumPy arrays.
       layers: which layers to read, in order; None reads all.
       dtype: what weights are cast to; None keeps the file's.
       drafter: of a drafter's folder, which leaves out what it shares.
@@ -135,18 +142,24 @@ def load_params(
     files = open_weights(folder, config, drafter)
     chosen = tuple(range(config.num_hidden_layers)) if layers is None else layers
 
+    pending: list[jax.Array] = []
+
     def make(row: Parameter, at: tuple[int, ...] | None) -> Any:
         keys = [row.key] if at is None else [row.key.format(i) for i in at]
         shape = files.shape(keys[0])
         kind = files.dtype(keys[0]) if dtype is None or row.axes == "r" else np.dtype(dtype)
         if stacked and at is not None:
             shape = (len(keys), *shape)
-            read = functools.partial(_read_stack, files, keys, kind)
+            fill = functools.partial(_fill_stack, files, keys)
         else:
-            read = functools.partial(_read_one, files, keys[0], kind)
+            fill = functools.partial(files.read, keys[0])
         if mesh is None:
-            return read(tuple(slice(0, size) for size in shape))
-        return _place(shape, parameters.leaf_sharding(row, shape, mesh), kind, read)
+            whole = np.empty(shape, kind)
+            fill(tuple(slice(size) for size in shape), whole)
+            return whole
+        leaf = _place(shape, parameters.leaf_sharding(row, shape, mesh), kind, fill, pending)
+        files.release()
+        return leaf
 
     return parameters.build(parameters.stored(config, drafter), chosen, stacked, make)
 
@@ -155,185 +168,56 @@ def _place(
     shape: tuple[int, ...],
     sharding: jax.sharding.NamedSharding,
     kind: np.dtype,
-    read: Callable[[tuple[slice, ...]], np.ndarray],
+    fill: Callable[[tuple[slice, ...], np.ndarray], Any],
+    pending: list[jax.Array],
 ) -> jax.Array:
-    """An array of which this process reads the parts of its own devices, each part once."""
+    """An array of which this process reads the parts of its own devices, each part once.
+
+    Args:
+      fill: reads a part into an array of its shape.
+      pending: what was put on devices last; a part is read while the one before it is on its way.
+    """
     parts: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         ends = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
         parts.setdefault(ends, []).append(device)
     arrays = []
     for ends, devices in parts.items():
-        part = read(tuple(slice(*end) for end in ends))
-        arrays += [jax.device_put(part, device) for device in devices]
+        part = _aligned([stop - start for start, stop in ends], kind)
+        fill(tuple(slice(*end) for end in ends), part)
+        jax.block_until_ready(pending)
+        pending[:] = [jax.device_put(part, device) for device in devices]
+        arrays += pending
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=kind)
 
 
-def _read_one(
-    files: SafetensorsFolder, key: str, kind: np.dtype, index: tuple[slice, ...]
-) -> np.ndarray:
-    return files.read(key, index).astype(kind, copy=False)
+def _aligned(shape: list[int], kind: np.dtype) -> np.ndarray:
+    """An empty array that a CPU device takes over without a copy."""
+    size = math.prod(shape) * kind.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(kind).reshape(shape)
 
 
-def _read_stack(
-    files: SafetensorsFolder, keys: list[str], kind: np.dtype, index: tuple[slice, ...]
-) -> np.ndarray:
-    # Filled in place: stacking a list would hold every layer twice.
-    rows = range(len(keys))[index[0]]
-    out = np.empty((len(rows), *(s.stop - s.start for s in index[1:])), kind)
-    for at, row in enumerate(rows):
-        out[at] = files.read(keys[row], index[1:])
-    return out
+def _fill_stack(
+    files: SafetensorsFolder, keys: list[str], index: tuple[slice, ...], out: np.ndarray
+) -> None:
+    for key, layer in zip(keys[index[0]], out, strict=True):
+        files.read(key, index[1:], layer)
+
+
+def weight_type(folder: Path) -> np.dtype:
+    """The type a folder's weights are stored in: that of the embedding, where they are several."""
+    return SafetensorsFolder(folder).dtype("model.embed_tokens.weight")
+
+
+def special_token_ids(folder: Path) -> dict[str, Any]:
+    """The ids of special tokens in a folder's config.json, which a `ModelConfig` does not keep."""
+    raw = json.loads((folder / "config.json").read_text())
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: raw[name] for name in names if raw.get(name) is not None}
 
 
 def companion_files(folder: Path) -> dict[str, bytes]:
     """Tokenizer, chat template and generation settings of a model folder, by file name."""
     return {name: (folder / name).read_bytes() for name in COMPANIONS if (folder / name).is_file()}
-
-
-def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Lets `fill` write into a temporary folder, then renames it: it appears whole or not at all.
-
-    Raises:
-      D3DError: the folder exists already, or cannot be written.
-    """
-    import shutil
-
-    check_new(folder)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir(parents=True)
-        fill(partial)
-        os.replace(partial, folder)
-    except OSError as error:
-        raise D3DError(f"cannot write {folder}: {error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def check_new(folder: Path) -> None:
-    """Raises `D3DError` where the folder exists already."""
-    if folder.exists():
-        raise D3DError(f"{folder} exists already; remove it or choose another folder")
-
-
-def save_model(
-    folder: Path,
-    config: ModelConfig,
-    params: dict[str, Any],
-    *,
-    drafter: DrafterConfig | None = None,
-    dtype: Any = None,
-    extra_files: dict[str, str | bytes] | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Writes parameters, stacked or per layer, as a Hugging Face folder.
-
-    Arrays may lie on any mesh, also one of several processes: then all must call this, and the
-    first one writes. The host holds one file's tensors at a time.
-
-    Args:
-      drafter: written as the `d3d` section of config.json.
-      dtype: what weights are cast to; None keeps them.
-      extra_files: other files of the folder by name (`companion_files`, a card).
-      max_shard_bytes: of one weight file; above it there are several and an index.
-    """
-    tensors = _tensors(params, dtype)
-    raw = dataclasses.replace(config, num_hidden_layers=_num_layers(params)).to_hf()
-    if drafter is not None:
-        raw["d3d"] = dataclasses.asdict(drafter)
-    raw["torch_dtype"] = next(t.dtype.name for t in tensors if t.key == "model.norm.weight")
-    shards = _shards(tensors, max_shard_bytes)
-
-    def fill(partial: Path) -> None:
-        (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-        _write_weights(partial, shards)
-        for name, content in (extra_files or {}).items():
-            data = content.encode() if isinstance(content, str) else content
-            (partial / name).write_bytes(data)
-
-    if jax.process_index() == 0:
-        write_folder(folder, fill)
-    else:
-        for tensor in tensors:
-            tensor.to_host()
-
-
-def _num_layers(params: dict[str, Any]) -> int:
-    layers = params["layers"]
-    return len(layers) if isinstance(layers, tuple) else jax.tree.leaves(layers)[0].shape[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-    """A tensor to be written: a leaf, or one layer of a stacked leaf."""
-
-    key: str
-    leaf: Any
-    row: int | None  # the layer's place in a stacked leaf
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        shape = self.leaf.shape if self.row is None else self.leaf.shape[1:]
-        return int(np.prod(shape)) * self.dtype.itemsize
-
-    def to_host(self) -> np.ndarray:
-        """The whole tensor; with several processes every one of them must ask for it."""
-        array = self.leaf if self.row is None else self.leaf[self.row]
-        if isinstance(array, jax.Array) and not array.is_fully_addressable:
-            from jax.experimental import multihost_utils
-
-            array = multihost_utils.process_allgather(array, tiled=True)
-        return np.ascontiguousarray(np.asarray(array).astype(self.dtype, copy=False))
-
-
-def _tensors(params: dict[str, Any], dtype: Any) -> list[_Tensor]:
-    """All tensors in the order of a checkpoint: embedding, layer by layer, the rest."""
-    first: list[_Tensor] = []
-    layers: dict[int, list[_Tensor]] = {}
-    last: list[_Tensor] = []
-    for row, layer, leaf in parameters.leaves(params):
-        kind = np.dtype(leaf.dtype if dtype is None or row.axes == "r" else dtype)
-        if not row.in_layer:
-            into = first if row.path == ("embed",) else last
-            into.append(_Tensor(row.key, leaf, None, kind))
-        elif layer is not None:
-            layers.setdefault(layer, []).append(_Tensor(row.key.format(layer), leaf, None, kind))
-        else:
-            for at in range(leaf.shape[0]):
-                layers.setdefault(at, []).append(_Tensor(row.key.format(at), leaf, at, kind))
-    return [*first, *(tensor for at in sorted(layers) for tensor in layers[at]), *last]
-
-
-def _shards(tensors: list[_Tensor], limit: int) -> list[list[_Tensor]]:
-    """Splits the tensors, in order, into files of at most `limit` bytes."""
-    shards: list[list[_Tensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(tensor)
-        size += tensor.nbytes
-    return shards
-
-
-def _write_weights(folder: Path, shards: list[list[_Tensor]]) -> None:
-    from safetensors.numpy import save_file
-
-    names = [WEIGHTS]
-    if len(shards) > 1:
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    for name, shard in zip(names, shards, strict=True):
-        save_file({t.key: t.to_host() for t in shard}, folder / name, metadata={"format": "pt"})
-        # safetensors makes its files private; a model folder is as readable as the rest of it.
-        (folder / name).chmod((folder / "config.json").stat().st_mode)
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(t.nbytes for shard in shards for t in shard)},
-            "weight_map": {
-                t.key: name for name, shard in zip(names, shards, strict=True) for t in shard
-            },
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -26,7 +26,7 @@ from d3d_jax.config import ModelConfig
 from d3d_jax.kernels.packed_attention import packed_attention
 from d3d_jax.layout import PackedLayout
 from d3d_jax.models.cache import KVCache, LayerKV, write
-from d3d_jax.models.sharding import constrain, locally
+from d3d_jax.models.sharding import constrain, locally, mesh_axes
 
 Params = dict[str, Any]
 # Below this many rows XLA:CPU is about twice as fast with the dot's output as [features, rows].
@@ -185,7 +185,7 @@ def _attend(
 
     def uncached(q, k, v, lo, hi):
         keys, values = k[:, :clean].swapaxes(1, 2), v[:, :clean].swapaxes(1, 2)
-        return (attend(q, k, v, keys, values, lo, hi),)
+        return attend(q, k, v, keys, values, lo, hi)
 
     def cached(q, k, v, lo, hi, keys, values, length):
         if clean:
@@ -195,7 +195,7 @@ def _attend(
     rows = (q, k, v, layout.lo, layout.hi)
     axes = ("b.n.", "b.k.", "b.k.", "b.", "b.")
     if kv is None or length is None:
-        return locally(uncached, axes, ("b.n.",))(*rows)[0], None
+        return locally(uncached, axes, ("b.n.",))(*rows), None
     out, keys, values = locally(cached, (*axes, "bk..", "bk..", "b"), ("b.n.", "bk..", "bk.."))(
         *rows, *kv, length
     )
@@ -277,13 +277,28 @@ def unstack(params: Params) -> Params:
     return {**params, "layers": layers}
 
 
+def _look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """table [V, D], tokens [B, T] → [B, T, D]; of a split vocabulary each device adds its rows."""
+    axes = mesh_axes("v", table.shape[0])
+
+    def own(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        if not axes:
+            return table[tokens]
+        at = tokens - jax.lax.axis_index(axes) * table.shape[0]
+        mine = (at >= 0) & (at < table.shape[0])
+        rows = table[jnp.where(mine, at, 0)]
+        return jax.lax.psum(jnp.where(mine[..., None], rows, 0), axes)
+
+    return locally(own, ("v.", "b."), ("b..",))(table, tokens)
+
+
 def embed_rows(params: Params, tokens: jax.Array, layout: PackedLayout) -> jax.Array:
     """tokens [B, C + A] (clean rows, then each block's anchor) → rows [B, C + A · W, D].
 
     A block's rows after its anchor are the drafter's mask vector: which rows are masks follows from
     the layout, so no token id is ever mistaken for one.
     """
-    rows = params["embed"][tokens]
+    rows = _look_up(params["embed"], tokens)
     if layout.num_blocks == 0:
         return rows
     clean, anchors = rows[:, : layout.clean_len], rows[:, layout.clean_len :, None]

@@ -19,7 +19,8 @@ from d3d_jax.errors import D3DError
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 2.0
-_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
+_DESCRIPTION = ["*.json", "*.jinja"]
+_PATTERNS = ["*.safetensors", *_DESCRIPTION]
 _IGNORED = ["*/*", "consolidated*"]  # exports to other formats, second copies of the weights
 
 _COMPLETE_IT = "run this once where the hub can be reached to complete it"
@@ -38,11 +39,12 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None
 
 
-def hub_snapshot(hub_id: str, revision: str | None = None) -> Path:
+def hub_snapshot(hub_id: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """The snapshot folder of a hub model in the hub's own cache, downloaded if it is not there.
 
     Args:
       revision: a branch, tag or commit; None: the main branch.
+      weights: False: only what describes the model is fetched and needed.
 
     Raises:
       D3DError: `revision` cannot be the name of one.
@@ -67,7 +69,7 @@ def hub_snapshot(hub_id: str, revision: str | None = None) -> Path:
             snapshot = snapshot_download(
                 hub_id,
                 revision=revision,
-                allow_patterns=_PATTERNS,
+                allow_patterns=_PATTERNS if weights else _DESCRIPTION,
                 ignore_patterns=_IGNORED,
                 local_files_only=not online,
             )
@@ -84,8 +86,12 @@ def hub_snapshot(hub_id: str, revision: str | None = None) -> Path:
         if isinstance(error, LocalEntryNotFoundError) and hasattr(error, "snapshot_path"):
             known = str(error).split(". ")[0]
             raise HubError(f"the hub does not answer: {known}; {_COMPLETE_IT}") from error
-        raise HubError(f"the hub does not answer and no copy of {what} is cached") from error
-    if missing := _missing(Path(snapshot)):
+        raise HubError(
+            f"there is no folder {hub_id} here, the hub does not answer and no copy of {what} is "
+            "cached"
+        ) from error
+    missing = missing_file(Path(snapshot), weights)
+    if missing is not None:
         if online:
             raise HubError(f"the hub model {what} holds no {missing}; choose one that does")
         raise HubError(
@@ -95,15 +101,19 @@ def hub_snapshot(hub_id: str, revision: str | None = None) -> Path:
     return Path(snapshot)
 
 
-def _missing(snapshot: Path) -> str | None:
-    """The first file without which the snapshot is no model, or None.
+def missing_file(snapshot: Path, weights: bool = True) -> str | None:
+    """The first file without which the snapshot is no model, or does not describe one; or None.
 
     An interrupted download leaves whole files only, but not all of them.
     """
     from d3d_jax.models.safetensors_folder import INDEX, WEIGHTS
 
-    needed = ["config.json", "tokenizer.json"]
-    if (snapshot / INDEX).is_file():
+    needed = ["config.json"]
+    if weights and not _is_drafter(snapshot):  # a drafter uses its target's tokenizer
+        needed.append("tokenizer.json")
+    if not weights:
+        pass
+    elif (snapshot / INDEX).is_file():
         try:
             needed += sorted(set(json.loads((snapshot / INDEX).read_text())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -111,6 +121,13 @@ def _missing(snapshot: Path) -> str | None:
     else:
         needed.append(INDEX if any(snapshot.glob("*-of-*.safetensors")) else WEIGHTS)
     return next((name for name in needed if not (snapshot / name).is_file()), None)
+
+
+def _is_drafter(snapshot: Path) -> bool:
+    try:
+        return "d3d" in json.loads((snapshot / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False  # whoever reads it will say what is wrong with it
 
 
 def _answers(hub_id: str, revision: str | None) -> bool:

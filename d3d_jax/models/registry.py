@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from d3d_jax.errors import D3DError
-from d3d_jax.models.hub import HubError, hub_snapshot, is_hub_id
+from d3d_jax.models.hub import HubError, hub_snapshot, is_hub_id, missing_file
 
 _log = logging.getLogger(__name__)
 
@@ -95,12 +95,25 @@ def resolve_model(
         return _from_gguf(path)
     if name in KNOWN_MODELS:
         return _from_name(name, source)
-    if is_hub_id(name) and path.suffix != ".gguf":
+    if isinstance(name_or_path, str) and is_hub_id(name) and path.suffix != ".gguf":
         return hub_snapshot(name, revision)
     raise D3DError(
         f"there is no model {name!r}: known names are {', '.join(sorted(KNOWN_MODELS))}; the path "
         "of a model folder or .gguf file, or a hub id (org/name, org/name@revision), works too"
     )
+
+
+def describe_model(name_or_path: str | os.PathLike[str]) -> tuple[Path, bool]:
+    """The folder of a model and whether it holds the weights: of a hub model they are not fetched.
+
+    Raises:
+      D3DError: as for `resolve_model`.
+    """
+    name, revision = _split_revision(os.fspath(name_or_path), None)
+    if _is_local(name) or not is_hub_id(name):
+        return resolve_model(name_or_path), True
+    folder = hub_snapshot(name, revision, weights=False)
+    return folder, missing_file(folder) is None
 
 
 def _split_revision(name: str, revision: str | None) -> tuple[str, str | None]:

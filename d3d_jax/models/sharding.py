@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from d3d_jax.config import ModelConfig
@@ -48,28 +49,36 @@ ACTIVATION_RULES: Rules = {
 
 
 def make_mesh(
-    devices: Sequence[Any] | None = None, *, data: int | None = None, fsdp: int = 1, tensor: int = 1
+    devices: Any = None, *, data: int | None = None, fsdp: int = 1, tensor: int = 1
 ) -> Mesh:
-    """A mesh over devices, in their order.
+    """A mesh over devices.
 
     Args:
-      devices: `jax.Device`s; None takes all.
+      devices: `jax.Device`s, taken in their order; None takes all, in the order that suits the
+        machine's links.
       data: None takes what the others leave.
 
     Raises:
-      D3DError: the sizes do not multiply to the number of devices.
+      D3DError: no devices, or sizes that do not multiply to their number.
     """
-    devices = list(jax.devices() if devices is None else devices)
-    if min(fsdp, tensor, data or 1) < 1:
-        raise D3DError(f"mesh sizes must be at least 1, found {data}, {fsdp} and {tensor}")
+    given = jax.devices() if devices is None else list(np.asarray(devices, dtype=object).flat)
+    if not all(isinstance(d, jax.Device) for d in given) or len(set(given)) != len(given):
+        raise D3DError(f"a mesh takes different jax devices, found {devices!r}")
+    for name, size in (("data", data), ("fsdp", fsdp), ("tensor", tensor)):
+        if (name, size) != ("data", None) and (type(size) is not int or size < 1):
+            raise D3DError(f"{name} must be a whole number of at least 1, found {size!r}")
     if data is None:
-        data = max(len(devices) // (fsdp * tensor), 1)
-    if data * fsdp * tensor != len(devices):
+        data = max(len(given) // (fsdp * tensor), 1)
+    if data * fsdp * tensor != len(given):
         raise D3DError(
             f"a mesh of data {data} × fsdp {fsdp} × tensor {tensor} needs "
-            f"{data * fsdp * tensor} devices, {len(devices)} were given"
+            f"{data * fsdp * tensor} devices, {len(given)} were given"
         )
-    grid = np.array(devices, dtype=object).reshape(data, fsdp, tensor)
+    shape = (data, fsdp, tensor)
+    if devices is None:
+        grid = mesh_utils.create_device_mesh(shape)
+    else:
+        grid = np.array(given, dtype=object).reshape(shape)
     return Mesh(grid, USER_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
@@ -82,9 +91,12 @@ def split_tensor(config: ModelConfig, tensor: int) -> tuple[int, int]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
 
     def split(size: int) -> tuple[int, int] | None:
-        over_kv = math.gcd(size, kv_heads)
-        fits = heads // kv_heads % (size // over_kv) == 0
-        return (over_kv, size // over_kv) if fits else None
+        if kv_heads % size == 0:
+            return size, 1
+        # Only beside whole kv heads: a device that holds several needs all query heads of each.
+        if size % kv_heads == 0 and heads // kv_heads % (size // kv_heads) == 0:
+            return kv_heads, size // kv_heads
+        return None
 
     if tensor > 0 and (found := split(tensor)):
         return found
@@ -123,8 +135,8 @@ def abstract_mesh(config: ModelConfig, *, fsdp: int = 1, tensor: int = 1) -> Abs
 def partition_spec(axes: str, shape: Sequence[int], mesh: AnyMesh, rules: Rules) -> PartitionSpec:
     """The spec of an array whose dimensions are spelled by `axes`, a letter each.
 
-    A dimension that its mesh axes do not divide is not split: a vocabulary of odd size is held
-    whole by every device, a batch of one row computed by every row of the mesh.
+    A dimension is split over the first of its mesh axes that divide it: a vocabulary of odd size is
+    held whole by every device, a batch of one row computed by every row of the mesh.
     """
     return PartitionSpec(
         *(
@@ -137,7 +149,9 @@ def partition_spec(axes: str, shape: Sequence[int], mesh: AnyMesh, rules: Rules)
 def _split(letter: str, size: int, mesh: AnyMesh, rules: Rules) -> tuple[str, ...]:
     """The mesh axes that one dimension is split over."""
     names = tuple(name for name in rules[letter] if mesh.shape.get(name, 1) > 1)
-    return names if size % math.prod(mesh.shape[name] for name in names) == 0 else ()
+    while names and size % math.prod(mesh.shape[name] for name in names):
+        names = names[:-1]
+    return names
 
 
 def named(axes: str, shape: Sequence[int], mesh: AnyMesh, rules: Rules) -> NamedSharding:
@@ -148,7 +162,7 @@ def named(axes: str, shape: Sequence[int], mesh: AnyMesh, rules: Rules) -> Named
 def constrain(x: jax.Array, axes: str) -> jax.Array:
     """Fixes how an activation is split, where a mesh is set (`on_mesh`); else does nothing."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(
         x, partition_spec(axes, x.shape, mesh, ACTIVATION_RULES)
@@ -170,7 +184,8 @@ def locally(
 
     Args:
       inputs: axes of each argument, an array.
-      outputs: of each result; a letter is split as it is in the inputs.
+      outputs: of each result; a letter is split as it is in the inputs. One result is returned as
+        it is, several as a tuple.
     """
 
     def run(*args: jax.Array) -> Any:
@@ -186,8 +201,13 @@ def locally(
         def specs(arrays: Sequence[str]) -> tuple[PartitionSpec, ...]:
             return tuple(PartitionSpec(*(split[a] or None for a in axes)) for axes in arrays)
 
+        (first, *more) = specs(outputs)
         local = jax.shard_map(
-            function, mesh=mesh, in_specs=specs(inputs), out_specs=specs(outputs), check_vma=False
+            function,
+            mesh=mesh,
+            in_specs=specs(inputs),
+            out_specs=(first, *more) if more else first,
+            check_vma=False,
         )
         return local(*args)
 

@@ -72,17 +72,25 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the only type that tokenizers raises
             raise D3DError(f"{path} is damaged ({error}); fetch the model again") from error
+        if not backend.get_vocab_size():
+            raise D3DError(f"{path} is damaged (it holds no token); fetch the model again")
         config = _read_json(folder / "tokenizer_config.json")
         named = {}
         for kind in _NAMED_TOKENS:
-            token = config.get(f"{kind}_token")
+            name = f"{kind}_token"
+            token = config.get(name)
+            if isinstance(token, dict):
+                token = token.get("content")
             if token is not None:
-                named[f"{kind}_token"] = token["content"] if isinstance(token, dict) else token
-        stops = [_read_json(folder / f).get("eos_token_id") for f in _EOS_FILES]
-        stops.append(backend.token_to_id(named["eos_token"]) if "eos_token" in named else None)
+                if not isinstance(token, str):
+                    raise _damaged(folder / "tokenizer_config.json", name, config[name], "a token")
+                named[name] = token
+        stops = [i for file in _EOS_FILES for i in _eos_ids(folder / file, backend)]
+        if (stop := backend.token_to_id(named.get("eos_token", ""))) is not None:
+            stops.append(stop)
         return cls(
             backend,
-            stop_ids=tuple(dict.fromkeys(_flatten(stops))),
+            stop_ids=tuple(dict.fromkeys(stops)),
             chat_template=_chat_template(folder, config),
             named_tokens=named,
         )
@@ -182,7 +190,9 @@ class Tokenizer:
             return _compile(self.chat_template).render(
                 messages=chat, add_generation_prompt=add_generation_prompt, **variables
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except jinja2.TemplateSyntaxError as error:
+            raise D3DError(f"the chat template is damaged: {error}") from error
+        except Exception as error:  # a template is a program: anything can go wrong in it
             raise D3DError(f"the chat template refuses these messages: {error}") from error
 
     def chat(
@@ -255,20 +265,40 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _flatten(ids: Iterable[int | list[int] | None]) -> Iterable[int]:
-    for item in ids:
-        if item is not None:
-            yield from item if isinstance(item, list) else [item]
+def _damaged(path: Path, key: str, value: Any, expected: str) -> D3DError:
+    return D3DError(f"{path}: {key} is {value!r}, not {expected}")
+
+
+def _eos_ids(path: Path, backend: tokenizers.Tokenizer) -> list[int]:
+    """The eos_token_id of a file, one or a list, checked to be ids of tokens."""
+    value = _read_json(path).get("eos_token_id")
+    if value is None:
+        return []
+    ids = value if isinstance(value, list) else [value]
+    for index in ids:
+        if type(index) is not int or index < 0 or backend.id_to_token(min(index, 2**31)) is None:
+            raise _damaged(path, "eos_token_id", value, "the id of a token, or a list of them")
+    return ids
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise D3DError(f"{file} is not UTF-8 text ({error}); fetch the model again") from error
     template = config.get("chat_template")
-    if isinstance(template, list):  # several by name
-        template = {t["name"]: t["template"] for t in template}.get("default")
-    return template
+    try:
+        if isinstance(template, list):  # several by name
+            template = {t["name"]: t["template"] for t in template}.get("default")
+        if not isinstance(template, str | None):
+            raise TypeError
+        return template
+    except (TypeError, KeyError):
+        raise _damaged(
+            folder / "tokenizer_config.json", "chat_template", template, "a template"
+        ) from None
 
 
 def _sha256(text: str) -> str:

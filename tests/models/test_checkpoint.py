@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from d3d_jax.errors import D3DError
-from d3d_jax.models import checkpoint, decoder, parameters, sharding
+from d3d_jax.models import checkpoint, checkpoint_writing, decoder, parameters, sharding
 from d3d_jax.models.safetensors_folder import SafetensorsFolder
 from d3d_jax.presets import preset
 from tests.tiny_models import tiny_config, tiny_drafter, tiny_params
@@ -29,7 +30,7 @@ def host_params(config, dtype=np.float32):
 
 def save(folder, config, **options):
     params = host_params(config)
-    checkpoint.save_model(folder, config, params, **options)
+    checkpoint_writing.save_model(folder, config, params, **options)
     return params
 
 
@@ -78,8 +79,8 @@ def test_tensors_of_published_checkpoints_are_counted():
 def test_round_trip_is_bitwise_in_files_of_any_size(name, dtype, tmp_path):
     config = CONFIGS[name]
     params = host_params(config, dtype)
-    checkpoint.save_model(tmp_path / "one", config, params)
-    checkpoint.save_model(tmp_path / "many", config, params, max_shard_bytes=20_000)
+    checkpoint_writing.save_model(tmp_path / "one", config, params)
+    checkpoint_writing.save_model(tmp_path / "many", config, params, max_shard_bytes=20_000)
     files = sorted((tmp_path / "many").glob("*.safetensors"))
     assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
     for file in files:
@@ -94,7 +95,7 @@ def test_round_trip_is_bitwise_in_files_of_any_size(name, dtype, tmp_path):
     per_layer = checkpoint.load_params(tmp_path / "many", config, stacked=False)
     assert_same(per_layer, jax.device_get(decoder.unstack(params)))
     # And from the per-layer form, which roles hold.
-    checkpoint.save_model(tmp_path / "again", config, per_layer)
+    checkpoint_writing.save_model(tmp_path / "again", config, per_layer)
     assert_same(checkpoint.load_params(tmp_path / "again", config, stacked=True), params)
 
 
@@ -106,8 +107,8 @@ def test_a_mesh_gets_its_shards_and_each_byte_is_read_once(stacked, tmp_path, mo
     mesh = sharding.model_mesh(mesh, config)
     read, plain = [], SafetensorsFolder.read
 
-    def recorded(self, key, index=None):
-        part = plain(self, key, index)
+    def recorded(*args):
+        part = plain(*args)
         read.append(part.size)
         return part
 
@@ -124,7 +125,7 @@ def test_a_mesh_gets_its_shards_and_each_byte_is_read_once(stacked, tmp_path, mo
         parameters.shardings(got, mesh),
     )
     # Written back from the mesh they are the same file.
-    checkpoint.save_model(tmp_path / "back", config, got)
+    checkpoint_writing.save_model(tmp_path / "back", config, got)
     assert_same(checkpoint.load_params(tmp_path / "back", config, stacked=True), params)
 
 
@@ -147,7 +148,7 @@ def test_a_pruned_model_writes_fewer_layers(tmp_path):
     config = CONFIGS["llama tied"]
     params = host_params(config)
     params["layers"] = jax.tree.map(lambda leaf: leaf[np.array([0, 2])], params["layers"])
-    checkpoint.save_model(tmp_path / "model", config, params)
+    checkpoint_writing.save_model(tmp_path / "model", config, params)
     written, _ = checkpoint.read_config(tmp_path / "model")
     assert written == dataclasses.replace(config, num_hidden_layers=2)
     assert_same(checkpoint.load_params(tmp_path / "model", written, stacked=True), params)
@@ -164,7 +165,7 @@ def test_types_are_kept_or_cast(tmp_path):
     drafter, own = tiny_drafter(config, params, vocab=np.arange(9), shares=("embed", "head"))
     own = {k: v for k, v in own.items() if k not in ("embed", "head")}
     section = drafter.drafter
-    checkpoint.save_model(
+    checkpoint_writing.save_model(
         tmp_path / "model", drafter.model, own, drafter=section, dtype=jnp.bfloat16
     )
     raw = json.loads((tmp_path / "model/config.json").read_text())
@@ -195,15 +196,15 @@ def rewrite(folder, change):
 
 
 def test_a_tied_head_that_is_stored_again_must_be_the_embedding(tmp_path):
-    config = CONFIGS["qwen3 tied"]
+    config = dataclasses.replace(CONFIGS["qwen3 tied"], vocab_size=200)
     params = save(tmp_path / "model", config)
     embed = params["embed"]
     rewrite(tmp_path / "model", lambda t: t.update({"lm_head.weight": embed.copy()}))
     assert_same(checkpoint.load_params(tmp_path / "model", config, stacked=True), params)
-    other = embed.copy()
-    other[17, 3] += 1
+    # Rows are sampled: a head that was trained by itself differs in all of them.
+    other = embed + np.arange(200, dtype=np.float32)[:, None]
     rewrite(tmp_path / "model", lambda t: t.update({"lm_head.weight": other}))
-    with pytest.raises(D3DError, match=r"model\.safetensors: tensor lm_head\.weight.*row 17.*true"):
+    with pytest.raises(D3DError, match=r"model\.safetensors: tensor lm_head\.weight.*row 3.*true"):
         checkpoint.load_params(tmp_path / "model", config, stacked=True)
 
 
@@ -269,9 +270,35 @@ def test_damaged_files_are_named(tmp_path):
         index.write_text(damaged)
         refused(r"index\.json is damaged")
     index.unlink()
+    refused(r"has no weights: model\.safetensors\.index\.json is missing")
+    for shard in shards:
+        shard.unlink()
     refused(r"has no weights: model\.safetensors is missing")
     with pytest.raises(D3DError, match=r"no config\.json"):
         checkpoint.read_config(tmp_path)
+
+
+def test_shards_and_index_must_agree(tmp_path):
+    config = CONFIGS["qwen3 tied"]
+    folder = tmp_path / "model"
+    params = save(folder, config, max_shard_bytes=20_000)
+    shards = sorted(folder.glob("*.safetensors"))
+    tensors = load_file(shards[1])
+    key = min(tensors)
+    save_file(load_file(shards[0]) | {key: tensors[key]}, shards[0])
+    with pytest.raises(D3DError, match=rf"{shards[1].name} holds {key}, and so does"):
+        checkpoint.load_params(folder, config, stacked=True)
+    # A whole file beside the shards is what transformers would read.
+    save(tmp_path / "whole", config)
+    shutil.copy(tmp_path / "whole/model.safetensors", folder)
+    assert_same(checkpoint.load_params(folder, config, stacked=True), params)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(D3DError, match=r"model\.safetensors\.index\.json is missing"):
+        checkpoint.load_params(folder, config, stacked=True)
+    many = dataclasses.replace(config, num_hidden_layers=10**9)
+    with pytest.raises(D3DError, match="says 1000000000 layers"):
+        checkpoint.load_params(tmp_path / "whole", many, stacked=True)
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):
@@ -280,7 +307,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(D3DError, match="disk full"):
-        checkpoint.write_folder(tmp_path / "out", fail)
+        checkpoint_writing.write_folder(tmp_path / "out", fail)
     assert list(tmp_path.iterdir()) == []
     save(tmp_path / "out", CONFIGS["qwen3 tied"])
     with pytest.raises(D3DError, match="exists already"):

@@ -7,7 +7,7 @@ import pytest
 
 from d3d_jax import layout
 from d3d_jax.models import cache as caches
-from d3d_jax.models import checkpoint, decoder
+from d3d_jax.models import checkpoint, checkpoint_writing, decoder
 from tests.tiny_models import tiny_config, tiny_params
 
 SHAPES = [
@@ -28,7 +28,7 @@ def test_logits_equal_transformers_and_checkpoints_go_both_ways(config, tmp_path
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     params = tiny_params(config)
-    checkpoint.save_model(tmp_path / "ours", config, jax.device_get(params))
+    checkpoint_writing.save_model(tmp_path / "ours", config, jax.device_get(params))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", torch_dtype=torch.float32
     )

@@ -78,6 +78,15 @@ def test_off_line_exactly_the_revision_asked_for_is_used(cache):
     assert resolve_model("org/name@v1", revision="v1") == snapshot(cache, OLD)
 
 
+def test_a_drafter_needs_no_tokenizer(cache):
+    files = {name: text for name, text in WHOLE.items() if name != "tokenizer.json"}
+    write_snapshot(cache, "d" * 40, files | {"config.json": '{"d3d": {}}'}, ("drafter",))
+    assert resolve_model("org/name@drafter") == snapshot(cache, "d" * 40)
+    write_snapshot(cache, "e" * 40, files, ("bare",))
+    with pytest.raises(D3DError, match=r"tokenizer\.json is missing"):
+        resolve_model("org/name@bare")
+
+
 @pytest.mark.parametrize("revision", ["v2", "c" * 40, OLD[:8]])
 def test_off_line_a_revision_that_is_not_cached_is_named(cache, revision):
     with pytest.raises(D3DError, match=f"not answer and no copy of org/name@{revision} is cached"):

@@ -16,7 +16,7 @@ from flax import nnx
 from d3d_jax import layout
 from d3d_jax.config import ModelConfig, Yarn
 from d3d_jax.models import cache as caches
-from d3d_jax.models import checkpoint, decoder
+from d3d_jax.models import checkpoint_writing, decoder
 from tests.tiny_models import VOCAB, tiny_config
 
 torch = pytest.importorskip("torch")
@@ -83,7 +83,7 @@ def pair(request, tmp_path_factory):
     params, unstacked = jax.device_put((stored, decoder.unstack(stored)))
     graph = nnx.split(nnx.eval_shape(lambda: decoder.Layer(config, nnx.Rngs(0))))[0]
     folder = tmp_path_factory.mktemp("parity") / "model"
-    checkpoint.save_model(folder, config, stored)
+    checkpoint_writing.save_model(folder, config, stored)
 
     def load(dtype):
         # Eager attention takes the mask as it is given.

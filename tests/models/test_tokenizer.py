@@ -229,7 +229,7 @@ def test_where_the_template_may_lie(copy):
         (CHAT_TEMPLATE, [{"role": "user"}], "refuses these messages: .*content"),
         (CHAT_TEMPLATE, [{"role": "user", "content": 3}], "refuses these messages"),
         ("{{ raise_exception('no system turn') }}", [USER], "refuses .*: no system turn"),
-        ("{% if %}", [USER], "refuses"),
+        ("{% if %}", [USER], "template is damaged"),
         ("{{ messages.append(1) }}", [USER], "refuses"),
         ("{{ ''.__class__.__mro__ }}", [USER], "refuses"),
     ],

@@ -13,7 +13,7 @@ import pytest
 
 from d3d_jax.drafter import read_drafter
 from d3d_jax.errors import D3DError
-from d3d_jax.models import checkpoint
+from d3d_jax.models import checkpoint, checkpoint_writing
 from d3d_jax.train import trainer as trainers
 from d3d_jax.train.config import TrainConfig, load_config
 from d3d_jax.train.dataset import build_dataset, open_dataset
@@ -112,7 +112,7 @@ def test_it_learns_and_its_export_loads(tmp_path, dataset):
     assert seen[-1]["tau"] > 1.5
     config = tiny_config()
     target = tmp_path / "target"
-    checkpoint.save_model(target, config, jax.device_get(target_params()))
+    checkpoint_writing.save_model(target, config, jax.device_get(target_params()))
     drafter, params = read_drafter(out, target, stacked=False)
     assert drafter.drafter.num_anchors == CONFIG.anchors_per_document
     assert params["embed"].shape == (VOCAB, config.hidden_size) and len(params["layers"]) == 2
