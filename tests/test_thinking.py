@@ -178,4 +178,4 @@ def test_demo_from_scratch_asks_for_such_responses(models, tmp_path, capsys, mon
     paths = ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--prompts", "1"]
     target = ["--target", str(models / "target")]
     assert cli.main(["demo", "--from-scratch", *target, *paths, "--thinking", "off"]) == 2
-    assert asked == {"thinking": False}
+    assert asked["thinking"] is False

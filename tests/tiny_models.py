@@ -1,6 +1,7 @@
 """Tiny random models for tests: configurations and parameters, without files or tokenizers."""
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -82,20 +83,21 @@ def tiny_drafter(config, params, *, layers=(0, 2), vocab=None, **changes):
     return Drafter(model, settings), own
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _scores(config, params, tokens):
+    rows = layout.causal(jnp.zeros((1,), jnp.int32), tokens.shape[1])
+    return decoder.logits(params, decoder.forward(config, params, tokens, rows)[0])
+
+
 def greedy(config, params, prompt, count, stop_ids=()):
     """Greedy continuation by whole forward passes without a cache: the slow, obvious decoder."""
-    size = len(prompt) + count
-    rows = layout.causal(jnp.zeros((1,), jnp.int32), size)
-
-    @jax.jit
-    def run(tokens):
-        return decoder.logits(params, decoder.forward(config, params, tokens, rows)[0])
-
+    # A few padded sizes, because each one compiles.
+    size = -(-(len(prompt) + count) // 64) * 64
     tokens = list(prompt)
     for _ in range(count):
         padded = np.zeros((1, size), np.int32)
         padded[0, : len(tokens)] = tokens
-        tokens.append(int(np.argmax(run(padded)[0, len(tokens) - 1])))
+        tokens.append(int(np.argmax(_scores(config, params, padded)[0, len(tokens) - 1])))
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]

@@ -144,7 +144,7 @@ def test_bad_prompts_are_refused_before_work_starts():
         ([], "no prompt"),
         ([[]], "prompt 1 is empty"),
         ([[1], [2] * 512], "prompt 2 has 512 tokens"),
-        ([[VOCAB]], "beyond the vocabulary"),
+        ([[VOCAB]], f"prompt 1 has token id {VOCAB}; ids are 0 to {VOCAB - 1}"),
     ]:
         with pytest.raises(D3DError, match=message):
             Decoder(target, drafter, DecodeConfig(mode="sync")).stream(prompts)

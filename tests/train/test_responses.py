@@ -36,8 +36,8 @@ MANIFEST = Manifest(
 )
 
 
-def fill(folder: Path, indices: range, shard_size: int = 4) -> None:
-    with ResponseWriter(folder, MANIFEST, shard_size) as writer:
+def fill(folder: Path, indices: range, shard_size: int = 4, manifest: Manifest = MANIFEST) -> None:
+    with ResponseWriter(folder, manifest, shard_size) as writer:
         for index in indices:
             if index not in writer.done:
                 writer.add(index, [1, index % 100], [5, 6, 2], "stop", default_split(index))
@@ -148,17 +148,14 @@ def test_another_manifest_is_refused_by_field(tmp_path: Path, field: str, value:
         ResponseWriter(tmp_path, dataclasses.replace(MANIFEST, **{field: value}))
 
 
-def test_an_older_manifest_told_the_template_nothing(tmp_path: Path) -> None:
-    """Before thinking could be asked for, every manifest said False and named no system message."""
-    fill(tmp_path, range(2))
-    path = tmp_path / responses.MANIFEST_NAME
-    fields = json.loads(path.read_text())
-    assert (fields["thinking"], fields.pop("system")) == (None, None)
-    path.write_text(json.dumps({**fields, "thinking": False}))
-    assert read_manifest(tmp_path) == MANIFEST
-    assert ResponseWriter(tmp_path, MANIFEST).done == {0, 1}
-    with pytest.raises(D3DError, match="thinking = None, not False"):
-        ResponseWriter(tmp_path, dataclasses.replace(MANIFEST, thinking=False))
+def test_a_folder_without_responses_takes_another_manifest(tmp_path: Path) -> None:
+    """It is what a run left that failed before its first response."""
+    ResponseWriter(tmp_path, MANIFEST)
+    other = dataclasses.replace(MANIFEST, thinking=False, system="s")
+    fill(tmp_path, range(2), manifest=other)
+    assert read_manifest(tmp_path) == other
+    with pytest.raises(D3DError, match="thinking = False, not None"):
+        ResponseWriter(tmp_path, MANIFEST)
 
 
 def test_an_index_is_added_once(tmp_path: Path) -> None:
