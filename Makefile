@@ -1,6 +1,10 @@
 # Set-up and everyday commands; each target builds .venv itself where it is missing or out of date.
 PYTHON ?= python3
 VENV ?= .venv
+# Passed on to pytest by the compile targets.
+PYTEST_ARGS ?=
+# The Python of `make gpu-check`.
+GPU_PYTHON ?= $(VENV)/bin/python
 # Passed on to `d3d demo`, for example: make demo ARGS=--from-scratch
 ARGS ?=
 
@@ -8,6 +12,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 MIN_PYTHON := import sys; sys.exit(None if sys.version_info >= (3, 11) else \
 	"d3d_jax needs Python 3.11 or newer: remove $(VENV), if there, and try make PYTHON=python3.12")
+
+LIBTPU := from importlib.metadata import requires; \
+	print(next(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))
 
 # The environment may be one that was made without pip.
 define install
@@ -18,7 +25,7 @@ $(PIP) install -r requirements.txt $(1)
 endef
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-slow lint wheel clean
+.PHONY: demo test test-fast test-slow compile-tpu compile-gpu gpu-check lint wheel clean
 
 demo: $(VENV)/.installed
 	$(BIN)/d3d demo $(ARGS)
@@ -30,6 +37,22 @@ test-fast: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "slow and not tpu_compiler and not gpu_compiler and not gpu"
+
+# The compilers of TPUs and NVIDIA GPUs, which need neither. They lie beside the environment and not
+# in it: a jax that finds them looks for the hardware in every other test.
+compile-tpu: $(VENV)/tpu-compiler/.installed
+	JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 PYTHONPATH=$(VENV)/tpu-compiler \
+		$(BIN)/python -m pytest -m tpu_compiler $(PYTEST_ARGS)
+
+compile-gpu: $(VENV)/gpu-compiler/.installed
+	JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/gpu-compiler \
+		$(BIN)/python -m pytest -m gpu_compiler $(PYTEST_ARGS)
+
+# On a machine with a GPU and a jax that uses it (extra cuda13): parity, then times, into results/.
+gpu-check:
+	JAX_PLATFORMS=cuda $(GPU_PYTHON) -m pytest -m gpu tests/kernels
+	$(GPU_PYTHON) -m d3d_jax.kernels.interval_attention.bench \
+		--shapes train/ decode/qwen3-8b --out results/bench-attention-gpu.json
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -56,3 +79,14 @@ $(VENV)/.installed: requirements.txt pyproject.toml | $(BIN)/python
 $(VENV)/.installed-dev: requirements.txt pyproject.toml | $(BIN)/python
 	$(call install,-e ".[dev]")
 	@touch $(VENV)/.installed $@
+
+# As versions go with the jax that is installed.
+$(VENV)/tpu-compiler/.installed: | $(VENV)/.installed-dev
+	$(PIP) install --no-deps --target $(@D) "$$($(BIN)/python -c '$(LIBTPU)')"
+	@touch $@
+
+$(VENV)/gpu-compiler/.installed: | $(VENV)/.installed-dev
+	version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
+		$(PIP) install --no-deps --target $(@D) \
+		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
+	@touch $@

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from d3d_jax.kernels.interval_attention import Implementation, interval_attention
+from d3d_jax.kernels.merge import merge
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -19,7 +20,7 @@ HIGHEST = jax.lax.Precision.HIGHEST
 def _in_block_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, causal: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """q [B, A, W, N, H], k and v [B, A, W, K, H] → out like q and lse [B, A, W, N]."""
+    """q [B, A, W, N, H], k and v [B, A, W, K, H] → float32 out like q and lse [B, A, W, N]."""
     batch, blocks, width, heads, dim = q.shape
     kv_heads = k.shape[3]
     grouped = q.reshape(batch, blocks, width, kv_heads, heads // kv_heads, dim)
@@ -32,20 +33,10 @@ def _in_block_attention(
         scores = jnp.where(rows[:, None] >= rows, scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.exp(scores - lse[..., None]).astype(v.dtype)
-    out = jnp.einsum("bakgwu,baukh->bawkgh", weights, v, precision=HIGHEST)
+    out = jnp.einsum(
+        "bakgwu,baukh->bawkgh", weights, v, precision=HIGHEST, preferred_element_type=jnp.float32
+    )
     return out.reshape(q.shape), jnp.moveaxis(lse, -1, 2).reshape(batch, blocks, width, heads)
-
-
-def _merge(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> jax.Array:
-    """Attention over the union of two disjoint key sets. `lse_b` must be finite, `lse_a` need not.
-
-    A block row always sees its block, so the peak is finite and −inf in `lse_a` becomes weight 0.
-    """
-    peak = jax.lax.stop_gradient(jnp.maximum(lse_a, lse_b))
-    weight_a, weight_b = jnp.exp(lse_a - peak), jnp.exp(lse_b - peak)
-    total = weight_a + weight_b
-    merged = out_a * (weight_a / total)[..., None] + out_b * (weight_b / total)[..., None]
-    return merged.astype(out_a.dtype)
 
 
 def packed_attention(
@@ -60,7 +51,7 @@ def packed_attention(
     clean_len: int,
     num_blocks: int,
     in_block: Literal["bidirectional", "causal"],
-    implementation: Implementation = "xla",
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """Attention of a pass: clean rows see clean keys, block rows see clean keys and their block.
 
@@ -71,6 +62,7 @@ def packed_attention(
       lo, hi: [B, T] int32, the interval of clean keys each row sees.
       clean_len, num_blocks: C and A; T = C + A · W.
       in_block: whether the rows of a block see each other both ways or causally.
+      implementation: of the interval part; None takes the platform's (`interval_attention`).
 
     Returns:
       [B, T, N, H] in q's dtype.
@@ -85,6 +77,6 @@ def packed_attention(
     block_out, block_lse = _in_block_attention(
         blocks(q), blocks(k), blocks(v), in_block == "causal"
     )
-    merged = _merge(blocks(out), blocks(lse), block_out, block_lse)
-    merged = merged.reshape(q.shape[0], -1, *q.shape[2:])
+    merged, _ = merge(blocks(out), blocks(lse), block_out, block_lse)
+    merged = merged.astype(q.dtype).reshape(q.shape[0], -1, *q.shape[2:])
     return jnp.concatenate([out[:, :clean_len], merged], axis=1)

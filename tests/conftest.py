@@ -1,10 +1,13 @@
 """Every test process gets eight CPU devices, so that meshes of several axes can be tested."""
 
+import os
+
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-jax.config.update("jax_platforms", "cpu")
+# On a CPU unless told otherwise, also where there is more: `make gpu-check` says cuda.
+jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 

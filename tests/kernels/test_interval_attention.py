@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d3d_jax.kernels.interval_attention import interval_attention
-from d3d_jax.kernels.interval_attention.xla import TILE_ROWS
+from d3d_jax.kernels.interval_attention import api, compiling_for, interval_attention
+from d3d_jax.kernels.interval_attention.xla import TILE_KEYS, TILE_ROWS
 
 
 def dense(q, k, v, lo, hi):
@@ -48,17 +48,35 @@ def test_matches_the_definition(implementation, seed, shape):
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
 
 
-def test_tiles_agree_with_one_piece():
-    arrays = draw(0, 2, 2 * TILE_ROWS + 3, 40)
+@pytest.mark.parametrize("keys", [40, TILE_KEYS, 2 * TILE_KEYS + 5])
+def test_tiles_agree_with_one_piece(keys):
+    arrays = draw(0, 2, 2 * TILE_ROWS + 3, keys)
     out, lse = interval_attention(*arrays)
     expected_out, expected_lse = dense(*arrays)
     np.testing.assert_allclose(out, expected_out, atol=1e-5)
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [5, TILE_ROWS + 7])
-def test_gradients_match_autodiff_of_the_reference_through_out_and_lse(rows):
-    q, k, v, lo, hi = draw(1, 1, rows, 24)
+def test_tiles_of_keys_that_no_row_of_a_tile_sees_are_not_read():
+    q, k, v, lo, hi = draw(6, 1, TILE_ROWS + 9, 4 * TILE_KEYS)
+    lo, hi = np.clip(lo, TILE_KEYS, None), np.clip(hi, 0, 3 * TILE_KEYS)
+    lo[:, TILE_ROWS:] = hi[:, TILE_ROWS:]  # the second tile of rows sees nothing at all
+    outside = np.r_[0:TILE_KEYS, 3 * TILE_KEYS : 4 * TILE_KEYS]
+    spoilt = [x.at[:, :, outside].set(jnp.nan) for x in (k, v)]
+
+    def loss(q, k, v):
+        out, lse = interval_attention(q, k, v, lo, hi)
+        return jnp.sum(out * out) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0))
+
+    got = jax.value_and_grad(loss, argnums=(0, 1, 2))(q, *spoilt)
+    expected = jax.value_and_grad(loss, argnums=(0, 1, 2))(q, k, v)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(got))
+
+
+@pytest.mark.parametrize("rows, keys", [(5, 24), (TILE_ROWS + 7, 24), (TILE_ROWS + 7, 300)])
+def test_gradients_match_autodiff_of_the_reference_through_out_and_lse(rows, keys):
+    q, k, v, lo, hi = draw(1, 1, rows, keys)
     weights = jax.random.normal(jax.random.key(2), q.shape)
     lse_weights = jax.random.normal(jax.random.key(3), q.shape[:3])
 
@@ -108,6 +126,10 @@ def test_bfloat16_keeps_float32_lse_and_stays_close():
         (dict(lo=jnp.zeros((1, 3), jnp.int32)), "lo"),
         (dict(q=jnp.zeros((1, 2, 4, 8), jnp.bfloat16)), "dtype"),
         (dict(implementation="cudnn"), "implementation"),
+        (dict(implementation="tpu"), "'tpu' cannot do this: it runs on a TPU, and this is cpu"),
+        (dict(implementation="gpu"), "it runs on a Hopper GPU, and this is cpu"),
+        (dict(hi=np.full((1, 2), 7, np.int32)), "hi reaches 7, and there are 6 keys"),
+        (dict(hi=jnp.ones((1, 2))), "hi must be int32"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(change, message):
@@ -120,3 +142,29 @@ def test_bad_arguments_are_refused_by_name(change, message):
     )
     with pytest.raises(ValueError, match=message):
         interval_attention(**(arguments | change))
+
+
+def test_the_platform_s_kernel_is_chosen_where_it_can_do_the_work(caplog):
+    caplog.set_level("INFO")
+    wanted = {
+        ("cpu", "bfloat16", 128): "xla",
+        ("gpu", "bfloat16", 128): "xla",
+        ("hopper", "bfloat16", 128): "gpu",
+        ("hopper", "float32", 128): "xla",
+        ("hopper", "bfloat16", 80): "xla",
+        ("tpu", "float32", 64): "tpu",
+        ("tpu", "bfloat16", 96): "xla",
+    }
+    api._say.cache_clear()
+    for _ in range(2):
+        for (platform, dtype, head_dim), expected in wanted.items():
+            with compiling_for(platform):
+                assert api.choose(dtype, head_dim) == expected
+    said = [record.message for record in caplog.records]
+    assert len(said) == len(set(said)) == len(wanted)
+    assert "xla and not the gpu kernel: it takes bfloat16, not float32" in " ".join(said)
+    assert api.choose("bfloat16", 128) == "xla"
+    with compiling_for(implementation="reference"):
+        assert api.choose("bfloat16", 128) == "reference"
+    with compiling_for("hopper"), pytest.raises(ValueError, match="bfloat16, not float32"):
+        interval_attention(*draw(0, 1, 1, 4, dim=64), implementation="gpu")
