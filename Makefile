@@ -32,8 +32,10 @@ demo: $(VENV)/.installed
 
 test: lint test-fast
 
+# Two processes: most of the time goes into compiling, which uses one core. A file stays in one of
+# them, for what its tests share.
 test-fast: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "slow and not tpu_compiler and not gpu_compiler and not gpu"
