@@ -72,7 +72,7 @@ def child(folder, port, index):
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, index, initialization_timeout=30)
     assert (jax.process_count(), jax.device_count()) == (PROCESSES, PROCESSES * LOCAL_DEVICES)
     read = record(SafetensorsFolder, "read", lambda part: part.size)
-    wrote = record(checkpoint, "write_folder", lambda _: 1)
+    wrote = record(checkpoint_writing, "write_folder", lambda _: 1)
     figures = {}
     for mesh_name, (fsdp, tensor) in MESHES.items():
         mesh = sharding.model_mesh(sharding.make_mesh(fsdp=fsdp, tensor=tensor), CONFIG)
