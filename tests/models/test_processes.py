@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from d3d_jax import layout
+from d3d_jax.errors import D3DError
 from d3d_jax.models import checkpoint, checkpoint_writing, decoder, parameters, sharding
 from d3d_jax.models.safetensors_folder import SafetensorsFolder
 from tests.tiny_models import tiny_config, tiny_params
@@ -87,6 +88,11 @@ def child(folder, port, index):
             np.save(folder / f"{name} {index}.npy", np.asarray(run(params, TOKENS)))
             checkpoint_writing.save_model(folder / name, CONFIG, params, max_shard_bytes=20_000)
             figures[name]["wrote"] = sum(wrote)
+            # The folder is there by now: every process is told, and none waits for the first.
+            try:
+                checkpoint_writing.save_model(folder / name, CONFIG, params)
+            except D3DError as error:
+                figures[name]["refused"] = str(error)
     (folder / f"{index}.json").write_text(json.dumps(figures))
     jax.distributed.shutdown()
 
@@ -164,6 +170,12 @@ def test_only_the_first_process_writes_and_bit_for_bit_what_was_read(folder, cas
     assert [one["wrote"] for one in figures(folder, case)] == [1, 0]
     original = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
     assert {path.name: path.read_bytes() for path in (folder / case).iterdir()} == original
+
+
+def test_a_refusal_reaches_every_process(folder, case):
+    first, second = (one["refused"] for one in figures(folder, case))
+    assert first.endswith("exists already; remove it or choose another folder")
+    assert second.startswith("the first process cannot write")
 
 
 if __name__ == "__main__":
