@@ -219,10 +219,6 @@ class DrafterConfig:
         }
         return cls(**values)
 
-    def num_drafts(self, block_size: int) -> int:
-        """Predictions one block of `block_size` rows makes: W at shift 1, W − 1 at shift 0."""
-        return block_size - 1 + self.label_shift
-
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:

@@ -12,7 +12,8 @@ from rich.console import Console
 import d3d_jax
 from d3d_jax.commands.from_scratch import make_drafter
 from d3d_jax.commands.loading import drafter_mesh, target_mesh
-from d3d_jax.commands.options import Demo, thinking_switch
+from d3d_jax.commands.option_groups import thinking_switch
+from d3d_jax.commands.options import Demo
 from d3d_jax.commands.runtime import busy, duration, note, prompt_ids, prompt_text, start_jax
 from d3d_jax.config import Mode
 from d3d_jax.errors import D3DError

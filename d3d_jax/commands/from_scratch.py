@@ -13,7 +13,8 @@ import jax
 
 from d3d_jax.commands import init_drafter, respond
 from d3d_jax.commands.evaluate import load_checked, measure, print_figures
-from d3d_jax.commands.options import InitDrafter, TargetPlacement
+from d3d_jax.commands.option_groups import TargetPlacement
+from d3d_jax.commands.options import InitDrafter
 from d3d_jax.commands.runtime import duration, note
 from d3d_jax.commands.train import train
 from d3d_jax.infer.demo_report import check_writable

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from d3d_jax.commands.loading import open_decoder
-from d3d_jax.commands.options import Generate, thinking_switch
+from d3d_jax.commands.option_groups import thinking_switch
+from d3d_jax.commands.options import Generate
 from d3d_jax.commands.runtime import (
     busy,
     note,

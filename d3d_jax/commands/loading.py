@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from d3d_jax.commands.options import Decoding, Placement, TargetPlacement
+from d3d_jax.commands.option_groups import Decoding, Placement, TargetPlacement
 from d3d_jax.commands.runtime import note
 from d3d_jax.config import Mode
 from d3d_jax.errors import D3DError

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from d3d_jax.commands.loading import target_mesh
-from d3d_jax.commands.options import Respond, TargetPlacement, thinking_switch
+from d3d_jax.commands.option_groups import TargetPlacement, thinking_switch
+from d3d_jax.commands.options import Respond
 from d3d_jax.commands.runtime import (
     Bar,
     busy,

@@ -1,0 +1,146 @@
+"""Options that several subcommands share, and how one is shown and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from d3d_jax.config import Mode
+from d3d_jax.errors import D3DError
+
+DType = Literal["float32", "bfloat16"]
+
+
+def arg(metavar: str, default: str | None = None, name: str | None = None) -> Any:
+    """How an option is shown; `default` says what leaving it out means where that is no value."""
+    return tyro.conf.arg(
+        name=name, metavar=metavar, help_behavior_hint=default and f"(default: {default})"
+    )
+
+
+# Not fields of a common base: tyro would list those of a base before --target.
+System = Annotated[str | None, arg("TEXT", "the template's own")]
+Thinking = Annotated[Literal["on", "off"] | None, arg("{on,off}", "the template's own")]
+
+
+def thinking_switch(thinking: Literal["on", "off"] | None) -> bool | None:
+    """What --thinking asks of a chat template; None leaves it to the template."""
+    return None if thinking is None else thinking == "on"
+
+
+def at_least(minimum: int, **values: int | None) -> None:
+    """Refuses options, named as the fields are, that lie below a minimum (`D3DError`)."""
+    for name, value in values.items():
+        if value is not None and value < minimum:
+            option = "--" + name.replace("_", "-")
+            raise D3DError(f"{option} must be at least {minimum}, found {value}")
+
+
+def device_indices(option: str, text: str | None) -> tuple[int, ...] | None:
+    """The device indices of `0-3,5`; None for None."""
+    if text is None:
+        return None
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise D3DError(f"{option} takes indices of devices such as 0-3,5; found {text!r}")
+        if len(first + last) > 8:
+            raise D3DError(f"{option} {text}: no machine has that many devices")
+        found += range(int(first), int(last or first) + 1)
+    if not found or len(set(found)) != len(found):
+        raise D3DError(f"{option} {text} names no device, or one twice")
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetPlacement:
+    """Which devices hold the target.
+
+    Attributes:
+      target_devices: Devices of the target, as indices of jax.devices().
+      target_tp: Over how many of them the target is split (tensor parallel); the rest take parts of
+        the batch.
+    """
+
+    target_devices: Annotated[str | None, arg("I-J,K", "the first --target-tp")] = None
+    target_tp: Annotated[int | None, arg("N", "all of --target-devices, or 1")] = None
+
+    def __post_init__(self) -> None:
+        at_least(1, target_tp=self.target_tp)
+        device_indices("--target-devices", self.target_devices)
+
+    @property
+    def target_indices(self) -> tuple[int, ...] | None:
+        """Those of --target-devices."""
+        return device_indices("--target-devices", self.target_devices)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there must be."""
+        return max(*(self.target_indices or (0,)), (self.target_tp or 1) - 1) + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement(TargetPlacement):
+    """Which devices hold the models.
+
+    Attributes:
+      target_devices: Devices of the target, as indices of jax.devices().
+      target_tp: Over how many of them the target is split (tensor parallel); the rest take parts of
+        the batch.
+      drafter_devices: Devices of the drafter, which is split over them.
+    """
+
+    drafter_devices: Annotated[str | None, arg("I-J,K", "a device that the target leaves free")] = (
+        None
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        device_indices("--drafter-devices", self.drafter_devices)
+
+    @property
+    def drafter_indices(self) -> tuple[int, ...] | None:
+        """Those of --drafter-devices."""
+        return device_indices("--drafter-devices", self.drafter_devices)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there must be, at least two, one for each role."""
+        return max(super().num_devices, max(self.drafter_indices or (1,)) + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """How to decode.
+
+    Attributes:
+      drafter: Folder or hub id of the drafter.
+      mode: plain (target alone), sync (draft, then verify) or async (draft while verifying).
+        By default plain without a drafter; with one, sync where both roles share hardware (as on a
+        CPU) and async elsewhere.
+      max_length: Longest prompt and reply together.
+      block_size: W of a round.
+      rectangle: C F of the outcomes prepared in async mode.
+      batch: Prompts decoded together; above 1 a reply is printed when it ends.
+      dtype: Type of weights, activations and caches.
+    """
+
+    drafter: Annotated[str | None, arg("MODEL", "the one shipped for this target, if any")] = None
+    mode: Annotated[Mode | None, arg("{plain,sync,async}", "the fastest expected here")] = None
+    max_length: Annotated[int | None, arg("N", "the model's own limit")] = None
+    block_size: Annotated[int | None, arg("W", "the drafter's own; on CPU at most 4")] = None
+    rectangle: Annotated[tuple[int, int] | None, arg("C F", "4 1, C at most W")] = None
+    batch: int = 1
+    dtype: Annotated[
+        DType | None, arg("{float32,bfloat16}", "float32 on CPU, else the checkpoint's")
+    ] = None
+
+    def __post_init__(self) -> None:
+        at_least(1, batch=self.batch)
+        at_least(2, max_length=self.max_length, block_size=self.block_size)
+        if self.drafter == "":
+            raise D3DError("--drafter names no folder; leave it out to use the shipped one, if any")
