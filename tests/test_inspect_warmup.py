@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import huggingface_hub
 import jax
 import pytest
+from huggingface_hub import constants
 
 from d3d_jax import cli
 from d3d_jax.infer.roles import prompt_bucket, prompt_buckets
@@ -68,7 +69,7 @@ def test_inspect_describes_a_drafter(models, capsys):
 
 def test_inspect_describes_what_is_not_here(capsys, monkeypatch):
     # The client reads its environment when it is imported.
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     model = inspect(capsys, "Qwen/Qwen3-32B", "--tp", 16, "--fsdp", 2)
     assert model["parameters"] == 32_762_123_264 and model["stored_dtypes"] == {}
     assert model["mesh"] == {"data": 1, "fsdp": 2, "tensor": 8, "group": 2}
