@@ -15,6 +15,7 @@ from d3d_jax.errors import D3DError
 
 InBlock = Literal["bidirectional", "causal"]
 Mode = Literal["plain", "sync", "async"]
+Miss = Literal["stall", "reuse"]
 
 # Model types this decoder implements, and the class a checkpoint of each must be of.
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -171,6 +172,8 @@ class DrafterConfig:
       shares: parameters that are the target's own and are not stored with the drafter.
       draft_vocab_size: size of the reduced output vocabulary, or None for the whole one.
       num_anchors: K, anchors sampled per response in training; 0 for an untrained drafter.
+      calibration: temperatures that make its probabilities at offsets 1, 2, … W − 1 + shift match
+        how often they come true (`d3d calibrate`); None where it has not been calibrated.
     """
 
     block_size: int
@@ -184,6 +187,7 @@ class DrafterConfig:
     shares: tuple[str, ...]
     draft_vocab_size: int | None
     num_anchors: int = 0
+    calibration: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "mask_token_id", "label_shift", "num_anchors"):
@@ -201,6 +205,32 @@ class DrafterConfig:
         unknown = set(self.shares) - {"embed", "head"}
         if unknown:
             raise D3DError(f"shares may name embed and head, found {sorted(unknown)}")
+        if self.calibration is not None:
+            self._check_calibration(self.calibration)
+
+    def _check_calibration(self, calibration: Any) -> None:
+        offsets = self.block_size - 1 + self.label_shift
+        if not (
+            isinstance(calibration, tuple)
+            and len(calibration) == offsets
+            and all(_is_number(t) and t > 0 for t in calibration)
+        ):
+            raise D3DError(
+                f"calibration must be {offsets} positive numbers, one for each offset that the "
+                f"drafter predicts, found {calibration!r}; `d3d calibrate` measures them"
+            )
+
+    def temperatures(self, block_size: int) -> tuple[float, ...] | None:
+        """The calibration as one temperature for each slot of a block; None where there is none.
+
+        Args:
+          block_size: W to draft with, at most the trained one.
+        """
+        if self.calibration is None:
+            return None
+        # At shift 0 the anchor's slot predicts nothing.
+        slots = self.calibration if self.label_shift == 1 else (1.0, *self.calibration)
+        return slots[:block_size]
 
     @classmethod
     def from_json(cls, section: Mapping[str, Any]) -> DrafterConfig:
@@ -226,17 +256,22 @@ class DecodeConfig:
 
     Attributes:
       mode: plain (target alone), sync (draft, then verify) or async (draft while verifying).
-      max_new_tokens: limit of tokens generated per prompt.
+      max_new_tokens: limit of tokens generated per prompt that states none of its own.
       max_length: longest sequence (prompt and reply) a cache may grow to; None: the model's limit.
+      miss: what an asynchronous round does in a row whose outcome was not prepared: draft while the
+        target waits (`stall`), or hand over the nearest prepared block (`reuse`).
     """
 
     mode: Mode = "async"
     max_new_tokens: int = 256
     max_length: int | None = None
+    miss: Miss = "stall"
 
     def __post_init__(self) -> None:
         if self.mode not in ("plain", "sync", "async"):
             raise D3DError(f"mode must be plain, sync or async, found {self.mode!r}")
+        if self.miss not in ("stall", "reuse"):
+            raise D3DError(f"miss must be stall or reuse, found {self.miss!r}")
         for name in ("max_new_tokens", "max_length"):
             value = getattr(self, name)
             if (name, value) != ("max_length", None) and (type(value) is not int or value < 1):

@@ -7,6 +7,7 @@ Where it shares the target's embedding and head, those are joined at load time a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,20 +171,30 @@ def save_drafter(
     )
 
 
-def candidates(params: Params, hidden: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def candidates(
+    params: Params,
+    hidden: jax.Array,
+    count: int,
+    temperatures: Sequence[float] | jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """The likeliest tokens of each slot.
 
     Args:
       hidden: [B, W, D] of a block's rows.
       count: M.
+      temperatures: [W] that the scores of each slot are divided by (`DrafterConfig.temperatures`);
+        None: 1. They change the probabilities and not the order of the tokens.
 
     Returns:
-      Token ids [B, W, M] int32, likeliest first, and their log-probabilities [B, W, M].
+      Token ids [B, W, M] int32, likeliest first, and their log-probabilities [B, W, M] float32.
     """
     scores = decoder.logits(params, hidden)
     # Flat, because XLA:CPU sorts the whole vocabulary when top_k has more than one batch axis.
     flat = scores.reshape(-1, scores.shape[-1])
     top, ids = (x.reshape(*scores.shape[:-1], count) for x in _top_k(flat, count))
+    if temperatures is not None:
+        slots = jnp.asarray(temperatures, scores.dtype)[:, None]
+        top, scores = top / slots, scores / slots
     log_probs = top - jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     if "draft_vocab" in params:
         ids = params["draft_vocab"][ids]

@@ -2,14 +2,15 @@
 
 Greedy responses are what the target would say, so one packed pass over a response, with a block
 anchored at every response token, tells how many drafts would be accepted from every position;
-walking those jumps gives the exact τ of synchronous greedy decoding.
+walking those jumps gives the exact τ of synchronous greedy decoding. What the drafter said at every
+round is recorded on the way; `train/outcomes.py` makes hit rates and calibrations of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from d3d_jax.drafter import Drafter, Params, candidates, predictions
 from d3d_jax.errors import D3DError
 from d3d_jax.models import decoder
 from d3d_jax.train.dataset import ResponseDataset
+from d3d_jax.train.outcomes import Rounds
 
 # Document lengths and anchor counts are rounded up to these, so that few shapes are compiled; the
 # logits of as many anchors exist at once.
@@ -71,20 +73,20 @@ class Acceptance:
         }
 
 
-def walk(prompt_length: int, total_length: int, accepted: np.ndarray) -> np.ndarray:
+def walk(accepted: np.ndarray) -> np.ndarray:
     """Jumps through one response as greedy decoding would.
 
     Args:
-      accepted: [total_length] drafts accepted by a block anchored at each position.
+      accepted: [A] drafts accepted by a block anchored at each response token but the last.
 
     Returns:
-      [rounds, 2] int32, the anchor's position and the drafts accepted in each round.
+      [rounds] which of the anchors begin a round.
     """
-    position, rounds = prompt_length, []
-    while position < total_length - 1:
-        rounds.append((position, int(accepted[position])))
-        position += rounds[-1][1] + 1
-    return np.array(rounds, np.int32).reshape(-1, 2)
+    at, rounds = 0, []
+    while at < len(accepted):
+        rounds.append(at)
+        at += int(accepted[at]) + 1
+    return np.array(rounds, np.int32)
 
 
 class OfflineAcceptance:
@@ -115,62 +117,154 @@ class OfflineAcceptance:
         count = min(documents or len(dataset), len(dataset))
         self.indices = np.linspace(0, len(dataset) - 1, count).round().astype(int)
         self.drafter, self.dataset, self.width = drafter, dataset, width
-        self._accepted = jax.jit(functools.partial(accepted_drafts, drafter, width))
+        self._read = jax.jit(
+            functools.partial(read_blocks, drafter), static_argnames=("block_size", "count")
+        )
 
     def measure(self, params: Params) -> Acceptance:
         """Walks every chosen document. `params` are stacked or per-layer device arrays."""
-        tokens, accepted, room = [], [], []
-        for index in self.indices:
-            document = self.dataset[int(index)]
-            prompt, total = document["prompt_length"], len(document["tokens"])
-            counts = np.zeros((total,), np.int32)
-            anchors = np.arange(prompt, total - 1, dtype=np.int32)
-            if len(anchors):
-                padded = np.zeros((1, -(-total // TOKENS) * TOKENS), np.int32)
-                padded[0, :total] = document["tokens"]
-                slots = np.full((1, -(-len(anchors) // ANCHORS) * ANCHORS), -1, np.int32)
-                slots[0, : len(anchors)] = anchors
-                found = np.asarray(self._accepted(params, padded, slots))
-                counts[anchors] = found[0, : len(anchors)]
-            rounds = walk(prompt, total, counts)
-            tokens.append(len(anchors))
-            room.append(np.minimum(total - 1 - rounds[:, 0], self.width - 1))
-            accepted.append(np.minimum(rounds[:, 1], room[-1]))
-        rounds = np.array([len(jumps) for jumps in accepted])
-        return Acceptance(np.array(tokens), rounds, accepted, room, self.width)
+        return self.observe(params)[0]
+
+    def observe(
+        self, params: Params, num_candidates: int = 1, temperatures: np.ndarray | None = None
+    ) -> tuple[Acceptance, Rounds]:
+        """Walks every chosen document and records what the drafter said at every round.
+
+        Args:
+          num_candidates: M to record of every offset.
+          temperatures: [G, W − 1 + shift] to record the normalisers of; None: 1 everywhere.
+
+        Raises:
+          D3DError: fewer than M tokens in the drafter's vocabulary.
+        """
+        config = self.drafter.drafter
+        tokens = config.draft_vocab_size or self.drafter.model.vocab_size
+        if num_candidates > tokens:
+            raise D3DError(f"{num_candidates} candidates are asked of a vocabulary of {tokens}")
+        if temperatures is None:
+            temperatures = np.ones((1, self.width - 1 + config.label_shift))
+        documents = [self.dataset[int(index)] for index in self.indices]
+        found = Rounds.join(
+            [
+                self._rounds(params, number, document, num_candidates, temperatures)
+                for number, document in enumerate(documents)
+            ]
+        )
+        of = [found.document == number for number in range(len(documents))]
+        room = np.sum(found.labels[:, : self.width - 1] >= 0, axis=1)
+        acceptance = Acceptance(
+            np.array([len(d["tokens"]) - 1 - d["prompt_length"] for d in documents]),
+            np.array([np.sum(rows) for rows in of]),
+            [found.accepted[rows] for rows in of],
+            [room[rows] for rows in of],
+            self.width,
+        )
+        return acceptance, found
+
+    def _rounds(
+        self,
+        params: Params,
+        number: int,
+        document: dict[str, Any],
+        num_candidates: int,
+        temperatures: np.ndarray,
+    ) -> Rounds:
+        """The rounds of one document."""
+        tokens = document["tokens"]
+        anchors = np.arange(document["prompt_length"], len(tokens) - 1, dtype=np.int32)
+        padded = np.zeros((-(-len(tokens) // TOKENS) * TOKENS,), np.int32)
+        padded[: len(tokens)] = tokens
+        slots = np.full((max(-(-len(anchors) // ANCHORS), 1) * ANCHORS,), -1, np.int32)
+        slots[: len(anchors)] = anchors
+        ahead = slots[:, None] + np.arange(1, temperatures.shape[1] + 1)
+        # Past the end no draft matches, which cuts the last round as decoding does.
+        known = (slots[:, None] >= 0) & (ahead < len(tokens))
+        labels = np.where(known, tokens[np.minimum(ahead, len(tokens) - 1)], -1).astype(np.int32)
+        said = self._read(
+            params,
+            padded,
+            slots,
+            labels,
+            temperatures.astype(np.float32),
+            block_size=self.width,
+            count=num_candidates,
+        )
+        said = Blocks(*map(np.asarray, said))
+        drafts = said.candidate_ids[:, : self.width - 1, 0]
+        accepted = np.cumprod(drafts == labels[:, : self.width - 1], axis=1).sum(axis=1)
+        rows = walk(accepted[: len(anchors)])
+        block = np.concatenate([tokens[slots, None], drafts], axis=1).astype(np.int32)
+        return Rounds(
+            self.drafter.drafter,
+            temperatures,
+            np.full(len(rows), number),
+            *(leaf[rows] for leaf in (block, labels, accepted, *said)),
+        )
 
 
-def accepted_drafts(
-    drafter: Drafter, width: int, params: Params, tokens: jax.Array, anchors: jax.Array
-) -> jax.Array:
-    """Drafts that the target would accept from blocks anchored at `anchors`.
+class Blocks(NamedTuple):
+    """What a drafter says of A blocks; P = W − 1 + shift offsets predicted, M candidates.
+
+    Attributes:
+      candidate_ids: [A, P, M] int32, likeliest first.
+      log_probs: [A, P, M] float32, uncalibrated.
+      label_log_probs: [A, P] float32 of the labels; −inf where the vocabulary lacks one.
+      log_normalisers: [A, P, G] float32, log Σ_v q(v)^(1/T).
+    """
+
+    candidate_ids: Any
+    log_probs: Any
+    label_log_probs: Any
+    log_normalisers: Any
+
+
+def read_blocks(
+    drafter: Drafter,
+    params: Params,
+    tokens: jax.Array,
+    anchors: jax.Array,
+    labels: jax.Array,
+    temperatures: jax.Array,
+    *,
+    block_size: int,
+    count: int,
+) -> Blocks:
+    """One packed pass over a document with a block at every anchor.
 
     Args:
-      tokens: [B, S] one document a row, padded at the end with anything.
-      anchors: [B, A] key indices, −1 where unused.
-
-    Returns:
-      [B, A] int32 in 0 … W − 1. Past the document's end the count is meaningless; the walk's
-      clipping makes it irrelevant.
+      tokens: [S], padded at the end with anything.
+      anchors: [A] key indices, −1 where unused; A is a multiple of `ANCHORS`.
+      labels: [A, P] what the target says at the offsets predicted, −1 where that is unknown.
+      temperatures: [G, P].
+      block_size: W.
+      count: M.
     """
-    batch, size = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), tokens.shape)
+    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)[None]
     layout = layouts.packed_documents(
         positions,
         jnp.zeros_like(positions),
-        anchors,
-        block_size=width,
+        anchors[None],
+        block_size=block_size,
         in_block=drafter.drafter.in_block,
     )
-    at = jnp.maximum(anchors, 0)
-    rows = jnp.concatenate([tokens, jnp.take_along_axis(tokens, at, axis=1)], axis=1)
+    rows = jnp.concatenate([tokens, tokens[jnp.maximum(anchors, 0)]])[None]
     hidden, _ = decoder.forward(drafter.model, params, rows, layout)
+    blocks = hidden[0, tokens.shape[0] :].reshape(-1, ANCHORS, block_size, hidden.shape[-1])
+    vocabulary = params.get("draft_vocab", jnp.arange(drafter.model.vocab_size))
+
+    def read(part: tuple[jax.Array, jax.Array]) -> Blocks:
+        hidden, labels = part
+        hidden = predictions(drafter.drafter, hidden)
+        ids, log_probs = candidates(params, hidden, count)
+        every = jax.nn.log_softmax(decoder.logits(params, hidden))
+        is_label = vocabulary == labels[..., None]
+        of_label = jnp.max(jnp.where(is_label, every, -jnp.inf), axis=-1)
+        # One after the other: each needs an array as large as the logits.
+        missing = jax.lax.map(
+            lambda slots: jax.nn.logsumexp(every / slots[:, None], axis=-1), temperatures
+        )
+        return Blocks(ids, log_probs, of_label, jnp.moveaxis(missing, 0, -1))
+
     # A group of anchors at a time: the logits of all of them would be the largest array by far.
-    groups = -(-anchors.shape[1] // ANCHORS)
-    blocks = hidden[:, size:].reshape(groups, -1, width, hidden.shape[-1])
-    drafts = jax.lax.map(lambda part: candidates(params, part, 1)[0][..., 0], blocks)
-    drafts = predictions(drafter.drafter, drafts.reshape(-1, width))[:, : width - 1]
-    drafts = drafts.reshape(batch, anchors.shape[1], width - 1)
-    ahead = jnp.minimum(at[..., None] + jnp.arange(1, width), size - 1)
-    truth = jnp.take_along_axis(tokens, ahead.reshape(batch, -1), axis=1).reshape(ahead.shape)
-    return jnp.sum(jnp.cumprod((drafts == truth).astype(jnp.int32), axis=-1), axis=-1)
+    said = jax.lax.map(read, (blocks, labels.reshape(-1, ANCHORS, labels.shape[-1])))
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), said)

@@ -1,8 +1,9 @@
-"""`d3d evaluate`: a drafter's acceptance length on recorded responses of its target."""
+"""`d3d evaluate`: a drafter's acceptance length, and its hit rates, on recorded responses."""
 
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from d3d_jax.errors import D3DError
 from d3d_jax.infer.loading import check_drafter
 from d3d_jax.models.registry import resolve_model
 from d3d_jax.models.tokenizer import Tokenizer
-from d3d_jax.train.acceptance import OfflineAcceptance
+from d3d_jax.train.acceptance import Acceptance, OfflineAcceptance
 from d3d_jax.train.dataset import ResponseDataset, open_dataset
+from d3d_jax.train.outcomes import check_offline
+from d3d_jax.train.policies import compare, most_candidates
 
 
 def run(options: Evaluate) -> None:
@@ -28,7 +31,9 @@ def run(options: Evaluate) -> None:
     dataset = open_dataset(options.data, options.split)
     check_data(drafter, dataset)
     start_jax()
-    figures = measure(drafter, params, dataset, options.documents, options.block_size)
+    figures = measure(
+        drafter, params, dataset, options.documents, options.block_size, options.policies
+    )
     if options.json:
         print(json.dumps(figures, ensure_ascii=False))
     else:
@@ -72,16 +77,22 @@ def measure(
     dataset: ResponseDataset,
     documents: int = 0,
     block_size: int | None = None,
+    policies: bool = False,
 ) -> dict[str, Any]:
     """τ pooled, per response and by task, and how often each offset was reached.
 
+    Args:
+      documents: how many, evenly spread; 0 for all.
+      block_size: W; None for the drafter's own.
+      policies: also compares policies of asynchronous decoding (`train.policies.compare`).
+
     Raises:
-      D3DError: sampled responses, which do not say what greedy decoding would, or a block size
-        above the trained one.
+      D3DError: sampled responses, which do not say what greedy decoding would, a block size above
+        the trained one, or policies of a drafter of shift 0.
     """
     acceptance = OfflineAcceptance(drafter, dataset, documents, block_size)
     with busy(f"measuring {len(acceptance.indices)} responses"):
-        found = acceptance.measure(jax.device_put(params))
+        found, compared = _observe(acceptance, jax.device_put(params), policies)
     tasks = dataset.tasks[acceptance.indices]
     by_task = {}
     for task in sorted(set(tasks.tolist())):
@@ -93,6 +104,31 @@ def measure(
         "documents": len(acceptance.indices),
         "split": dataset.split,
         "block_size": found.block_size,
+        **compared,
+    }
+
+
+def _observe(
+    acceptance: OfflineAcceptance, params: Params, policies: bool
+) -> tuple[Acceptance, dict[str, Any]]:
+    """One pass over the data; the second result is empty unless policies are to be compared."""
+    if not policies:
+        return acceptance.measure(params), {}
+    config, width = acceptance.drafter.drafter, acceptance.width
+    check_offline(config)
+    offsets = width - 1 + config.label_shift
+    temperatures = np.array([config.calibration or (1.0,) * config.block_size])[:, :offsets]
+    vocabulary = config.draft_vocab_size or acceptance.drafter.model.vocab_size
+    count = min(most_candidates(width), vocabulary)
+    found, rounds = acceptance.observe(params, count, temperatures)
+    calibrated = None
+    if config.calibration is not None:
+        calibrated = rounds.calibrated(np.zeros(offsets, int))
+    return found, {
+        "calibration": config.calibration,
+        "policies": compare(rounds, calibrated),
+        "chances": len(rounds.chances),
+        "versions": {"jax": jax.__version__, "python": platform.python_version()},
     }
 
 
@@ -107,3 +143,26 @@ def print_figures(figures: dict[str, Any]) -> None:
     for task, tau in figures["tasks"].items():
         tasks.add_row(task or "(none)", f"{tau:.3f}")
     Console(highlight=False).print(reached, tasks)
+    if "policies" in figures:
+        print(f"hit rates of asynchronous decoding, {figures['chances']} blocks")
+        print_policies(figures["policies"], figures["block_size"])
+
+
+def print_policies(rows: list[dict[str, Any]], block_size: int) -> None:
+    """The hit rates of `train.policies.compare` as a table."""
+    table = Table("branches", "rows", "best-first", "calibrated", "best rectangle", "all outcomes")
+    for row in rows:
+        rates = row["rectangles"]
+        best = max(rates, key=rates.__getitem__)
+        # The paper's shape, as far as N goes: rejection at every offset.
+        full = next((name for name in rates if name.startswith(f"rectangle:{block_size},")), None)
+        calibrated = row["best_first_calibrated"]
+        table.add_row(
+            str(row["branches"]),
+            str(row["rows"]),
+            f"{row['best_first']:.1%}",
+            "" if calibrated is None else f"{calibrated:.1%}",
+            f"{rates[best]:.1%} ({best.removeprefix('rectangle:')})",
+            "" if full is None else f"{rates[full]:.1%} ({full.removeprefix('rectangle:')})",
+        )
+    Console(highlight=False).print(table)

@@ -1,0 +1,172 @@
+"""Hit rates without running the target: exactly those of asynchronous decoding, on tiny models."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from d3d_jax.branches import BestFirst, Rectangle
+from d3d_jax.config import DecodeConfig
+from d3d_jax.drafter import Drafter
+from d3d_jax.errors import D3DError
+from d3d_jax.infer.decoding import Decoder
+from d3d_jax.infer.drafter import DrafterRole
+from d3d_jax.infer.target import Target
+from d3d_jax.models import decoder
+from d3d_jax.models.sharding import make_mesh
+from d3d_jax.train.acceptance import OfflineAcceptance, walk
+from d3d_jax.train.outcomes import Rounds, hit_rate
+from d3d_jax.train.policies import budgets, compare, most_candidates, rectangles
+from tests.tiny_models import (
+    VOCAB,
+    Documents,
+    greedy,
+    memorise,
+    tiny_config,
+    tiny_drafter,
+    tiny_params,
+)
+
+PROMPTS = [[5, 6, 7], list(range(20)), [40, 3], [11] * 9]
+LENGTH = 40
+DRAFTERS = {
+    "shift 1": {},
+    "causal block": dict(in_block="causal"),
+    "reduced vocabulary": dict(vocab=tuple(range(0, VOCAB, 2))),
+    "block of 2": dict(block_size=2),
+}
+
+
+@functools.cache
+def target():
+    config = tiny_config()
+    return config, tiny_params(config, seed=4, scale=16.0)
+
+
+@functools.cache
+def pairs():
+    config, params = target()
+    return [(prompt, greedy(config, params, prompt, LENGTH)) for prompt in PROMPTS]
+
+
+@functools.cache
+def trained(kind):
+    """A drafter that has memorised the beginning of what the target says."""
+    drafter, own = tiny_drafter(*target(), **DRAFTERS[kind])
+    begun = [(prompt, response[: LENGTH // 2]) for prompt, response in pairs()]
+    return drafter, memorise(drafter, own, begun, steps=40)
+
+
+@functools.cache
+def observed(kind) -> Rounds:
+    drafter, params = trained(kind)
+    width = drafter.drafter.block_size
+    temperatures = np.array([calibration(width), (1.0,) * width])
+    return OfflineAcceptance(drafter, Documents(pairs())).observe(params, 31, temperatures)[1]
+
+
+def calibration(width):
+    """Temperatures that change which branches are best."""
+    return (0.4, 3.0, 0.7, 1.9)[:width]
+
+
+def decoded(drafter, params, policy, stop_ids=()):
+    """Hits and chances of asynchronous decoding."""
+    config, own = target()
+    first, last = jax.devices()[:2]
+    roles = (
+        Target(config, decoder.unstack(own), make_mesh([first]), stop_ids),
+        DrafterRole(drafter, decoder.unstack(params), make_mesh([last]), policy),
+    )
+    decoding = Decoder(*roles, DecodeConfig(mode="async", max_new_tokens=LENGTH))
+    replies = decoding.generate(PROMPTS)
+    return sum(reply.hits for reply in replies), sum(reply.chances for reply in replies)
+
+
+@pytest.mark.parametrize(
+    "kind, policy",
+    [("shift 1", Rectangle(4, 2, 4)), *((kind, None) for kind in DRAFTERS)],
+)
+def test_the_offline_hit_rate_is_that_of_decoding(kind, policy):
+    drafter, params = trained(kind)
+    policy = policy or BestFirst(6, drafter.drafter.block_size)
+    hits, chances = decoded(drafter, params, policy)
+    assert 0 < hits < chances
+    assert hit_rate(policy, observed(kind)) == hits / chances
+
+
+def test_a_calibrated_drafter_chooses_and_hits_as_offline():
+    drafter, params = trained("shift 1")
+    policy, rounds = BestFirst(4, 4), observed("shift 1")
+    config = dataclasses.replace(drafter.drafter, calibration=calibration(4))
+    hits, chances = decoded(Drafter(drafter.model, config), params, policy)
+    rate = hit_rate(policy, rounds, rounds.calibrated(np.zeros(4, int)))
+    assert rate == hits / chances
+    assert rate != hit_rate(policy, rounds), "the temperatures change nothing: a poor test"
+
+
+def test_replies_that_stop_hit_as_offline():
+    tokens = pairs()[1][1]
+    stop = next(t for i, t in enumerate(tokens) if i > 6 and t not in tokens[:i])
+    ended = [r[: r.index(stop) + 1] if stop in r else r for _, r in pairs()]
+    assert 8 <= len(ended[1]) < LENGTH
+    drafter, params = trained("shift 1")
+    documents = Documents(list(zip(PROMPTS, ended, strict=True)))
+    rounds = OfflineAcceptance(drafter, documents).observe(params, 7)[1]
+    policy = BestFirst(6, 4)
+    hits, chances = decoded(drafter, params, policy, (stop,))
+    assert hit_rate(policy, rounds) == hits / chances
+
+
+def test_more_branches_never_hit_less_and_no_temperature_changes_nothing():
+    rounds = observed("shift 1")
+    rates = [hit_rate(BestFirst(n, 4), rounds) for n in (1, 2, 4, 8, 16)]
+    assert rates == sorted(rates)
+    np.testing.assert_allclose(rounds.calibrated(np.ones(4, int)), rounds.log_probs, atol=1e-5)
+
+
+def test_the_rounds_are_those_of_the_walk():
+    np.testing.assert_array_equal(walk(np.array([2, 0, 0, 0, 3, 1])), [0, 3, 4])
+    assert walk(np.zeros(0)).size == 0
+    rounds, (drafter, params) = observed("shift 1"), trained("shift 1")
+    acceptance = OfflineAcceptance(drafter, Documents(pairs())).measure(params)
+    assert np.concatenate(acceptance.accepted).tolist() == rounds.accepted.tolist()
+    for number, (prompt, response) in enumerate(pairs()):
+        rows = rounds.document == number
+        said = [int(rounds.block[rows][0, 0])]
+        for labels, accepted in zip(rounds.labels[rows], rounds.accepted[rows], strict=True):
+            said += [t for t in labels[: accepted + 1].tolist() if t >= 0]
+        assert said == response, prompt
+    half = rounds.of(np.array([True, False, False, True]))
+    assert set(half.document.tolist()) == {0, 3}
+    assert Rounds.join([half, half]).block.shape[0] == 2 * len(half.block)
+
+
+def test_what_cannot_be_measured_is_refused():
+    rounds = observed("block of 2")
+    with pytest.raises(D3DError, match="rectangle:2,1 needs blocks of 4 and 2 candidates"):
+        hit_rate(Rectangle(2, 1, 4), rounds)
+    with pytest.raises(D3DError, match="needs blocks of 2 and 41 candidates"):
+        hit_rate(Rectangle(2, 40, 2), rounds)
+    early = dataclasses.replace(rounds.drafter, label_shift=0)
+    with pytest.raises(D3DError, match="shift 0 has no offline hit rate"):
+        hit_rate(BestFirst(1, 2), dataclasses.replace(rounds, drafter=early))
+    with pytest.raises(D3DError, match="62 candidates are asked of a vocabulary of 61"):
+        OfflineAcceptance(trained("shift 1")[0], Documents(pairs())).observe({}, 62)
+
+
+def test_policies_are_compared_at_the_same_number_of_branches():
+    assert budgets(8) == [3, 7, 8, 15, 22, 29]
+    assert [str(r) for r in rectangles(15, 8)][-1] == "rectangle:8,2"
+    for count in budgets(8):
+        assert all(r.num_branches <= count for r in rectangles(count, 8))
+    assert most_candidates(8) == 29
+    rounds = observed("block of 2")
+    rows = compare(rounds, rounds.calibrated(np.zeros(2, int)))
+    assert [row["branches"] for row in rows] == [1, 2, 3, 4, 5]
+    for row in rows:
+        assert row["best_first"] == round(hit_rate(BestFirst(row["branches"], 2), rounds), 4)
+        assert row["best_first_calibrated"] is not None
+        assert row["rectangles"]
