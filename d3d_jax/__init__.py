@@ -19,23 +19,28 @@ if TYPE_CHECKING:
     from d3d_jax.compilation import keep_compiled
     from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig, Yarn
     from d3d_jax.errors import D3DError
-    from d3d_jax.infer.decoding import Decoder, Reply
+    from d3d_jax.infer.decoding import Decoder
+    from d3d_jax.infer.engine import Engine
     from d3d_jax.infer.loading import load_drafter, shipped_drafter
     from d3d_jax.infer.model import Generation, Model, load_model
+    from d3d_jax.infer.replies import Reply
     from d3d_jax.models.registry import resolve_model
     from d3d_jax.models.sharding import make_mesh
     from d3d_jax.models.tokenizer import Tokenizer
     from d3d_jax.presets import preset
+    from d3d_jax.sampling import SamplingParams
 
 _HOME = {
     "D3DError": "d3d_jax.errors",
     "DecodeConfig": "d3d_jax.config",
     "Decoder": "d3d_jax.infer.decoding",
     "DrafterConfig": "d3d_jax.config",
+    "Engine": "d3d_jax.infer.engine",
     "Generation": "d3d_jax.infer.model",
     "Model": "d3d_jax.infer.model",
     "ModelConfig": "d3d_jax.config",
-    "Reply": "d3d_jax.infer.decoding",
+    "Reply": "d3d_jax.infer.replies",
+    "SamplingParams": "d3d_jax.sampling",
     "Tokenizer": "d3d_jax.models.tokenizer",
     "Yarn": "d3d_jax.config",
     "keep_compiled": "d3d_jax.compilation",
@@ -52,10 +57,12 @@ __all__ = [
     "DecodeConfig",
     "Decoder",
     "DrafterConfig",
+    "Engine",
     "Generation",
     "Model",
     "ModelConfig",
     "Reply",
+    "SamplingParams",
     "Tokenizer",
     "Yarn",
     "keep_compiled",

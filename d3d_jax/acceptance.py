@@ -44,7 +44,7 @@ def emit(
       choices: [B, W].
       active: [B] bool; an inactive row emits nothing.
       remaining: [B] int32, tokens the row may still emit.
-      stop_ids: [any] int32.
+      stop_ids: [B, any] int32, each row's own; no token has a negative id.
 
     Returns:
       The report [B, W + 2], the new `active` and the new `remaining`.
@@ -52,7 +52,7 @@ def emit(
     width = choices.shape[1]
     offset = jnp.arange(width)
     count = jnp.minimum(accepted + 1, remaining)
-    is_stop = jnp.any(choices[..., None] == stop_ids, axis=-1) & (offset < count[:, None])
+    is_stop = jnp.any(choices[..., None] == stop_ids[:, None], axis=-1) & (offset < count[:, None])
     first_stop = jnp.where(is_stop.any(axis=1), jnp.argmax(is_stop, axis=1), width)
     count = jnp.where(active, jnp.minimum(count, first_stop + 1), 0)
     remaining = remaining - count

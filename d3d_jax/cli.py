@@ -30,6 +30,8 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "init-drafter": (options.InitDrafter, "d3d_jax.commands.init_drafter"),
     "train": (options.Train, "d3d_jax.commands.train"),
     "evaluate": (options.Evaluate, "d3d_jax.commands.evaluate"),
+    "calibrate": (options.Calibrate, "d3d_jax.commands.calibrate"),
+    "plan": (options.Plan, "d3d_jax.commands.plan"),
 }
 _DESCRIPTION = "Lossless speculative decoding with standalone block-diffusion drafters."
 

@@ -23,13 +23,15 @@ import numpy as np
 from d3d_jax.config import DecodeConfig, ModelConfig
 from d3d_jax.drafter import Drafter
 from d3d_jax.infer.decoding import Decoder
+from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.loading import load_drafter, shipped_drafter
-from d3d_jax.infer.measure import Spread, timed
+from d3d_jax.infer.measure import Spread, prefilled, timed
 from d3d_jax.infer.model import load_model
 from d3d_jax.infer.placement import role_meshes
-from d3d_jax.infer.roles import DrafterRole, Target, pad_prompts
+from d3d_jax.infer.target import Settings, Target
 from d3d_jax.models import decoder
 from d3d_jax.models.sharding import make_mesh
+from d3d_jax.sampling import SamplingParams
 
 PROMPT = (
     "A baker sold 48 rolls on Monday and half as many on Tuesday. How many rolls did she sell in "
@@ -49,14 +51,13 @@ def streaming_rate() -> Spread:
 def step_times(target: Target, prompt: list[int], rows: int, cached: int) -> Spread:
     """A verification of `rows` rows (1: a plain step) with about `cached` tokens in the cache."""
     ids = (prompt * (cached // len(prompt) + 1))[:cached]
-    tokens, lengths = pad_prompts([ids])
-    limits = np.full((1,), 2**30, np.int32)
-    _, state = target.prefill(tokens, lengths, limits, cached + 64)
+    settings = target.put(Settings.of([SamplingParams()], [2**30], [frozenset()]))
+    _, state = prefilled(target, settings, ids, cached + 64)
     block = target.put(np.zeros((1, rows), np.int32))
 
     def step() -> jax.Array:
         nonlocal state
-        report, state = target.verify(state, block)
+        report, state = target.verify(state, settings, block)
         return report
 
     return timed(step, 20)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Protocol, get_args
 
 from d3d_jax.config import DecodeConfig, Mode
-from d3d_jax.infer.decoding import Decoder, Reply
+from d3d_jax.infer.decoding import Decoder
+from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.measure import (
     Spread,
     StepTimes,
@@ -20,7 +21,8 @@ from d3d_jax.infer.measure import (
     measure_steps,
     share_hardware,
 )
-from d3d_jax.infer.roles import DrafterRole, Target, pad_prompts
+from d3d_jax.infer.replies import Reply
+from d3d_jax.infer.target import Target
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -103,9 +105,9 @@ def make_decoders(target: Target, drafter: DrafterRole, max_new_tokens: int) -> 
 def warm_up(decoders: dict[Mode, Decoder], prompts: Sequence[list[int]]) -> float:
     """Compiles what decoding each of the prompts alone needs; returns the seconds it took."""
     began = time.perf_counter()
-    # The longest prompt of each padded shape grows its caches furthest.
-    longest = {pad_prompts([ids])[0].shape: ids for ids in sorted(prompts, key=len)}
     for decoder in decoders.values():
+        # The longest of the prompts that start with the same programs grows its caches furthest.
+        longest = {decoder.programs(ids): ids for ids in sorted(prompts, key=len)}
         for ids in longest.values():
             decoder.warm_up([ids])
     return time.perf_counter() - began

@@ -12,18 +12,18 @@ import jax
 from jax.sharding import Mesh
 
 import d3d_jax
-from d3d_jax.branches import Rectangle
+from d3d_jax.branches import BestFirst, Policy, parse_policy
 from d3d_jax.config import DrafterConfig
 from d3d_jax.drafter import check_drafter_files, read_drafter
 from d3d_jax.errors import D3DError
+from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.model import Model, ModelFiles
-from d3d_jax.infer.roles import DrafterRole
 from d3d_jax.models.registry import KNOWN_MODELS, resolve_model
 from d3d_jax.models.sharding import make_mesh, model_mesh
 from d3d_jax.models.tokenizer import Tokenizer
 
-# (C, F) of the branches where the caller names none; C never above the block size.
-DEFAULT_RECTANGLE = (4, 1)
+# Branches that are prepared where the caller names no policy.
+DEFAULT_BRANCHES = 4
 # W where the caller names none and the drafter is on a CPU: there the time of a verification grows
 # with its rows, and what a small drafter gets right beyond three drafts does not pay for them.
 CPU_BLOCK_SIZE = 4
@@ -83,7 +83,7 @@ class DrafterFiles:
 
     folder: Path
     config: DrafterConfig
-    policy: Rectangle
+    policy: Policy
     mesh: Mesh
 
     def load(self, model: Model) -> DrafterRole:
@@ -109,7 +109,7 @@ def open_drafter(
     mesh: Mesh,
     *,
     block_size: int | None = None,
-    rectangle: tuple[int, int] | None = None,
+    policy: str | Policy | None = None,
 ) -> DrafterFiles:
     """Finds a drafter and checks it against its target; for the rest see `load_drafter`."""
     name_or_path = name_or_path or shipped_drafter(target.name)
@@ -131,15 +131,18 @@ def open_drafter(
             f"block size {block_size} is above the {config.block_size} that the drafter {folder} "
             "was trained for"
         )
-    if rectangle is None:
-        rectangle = (min(DEFAULT_RECTANGLE[0], block_size), DEFAULT_RECTANGLE[1])
-    if not isinstance(rectangle, tuple | list) or [*map(type, rectangle)] != [int, int]:
-        raise D3DError(f"rectangle must be two whole numbers C and F, found {rectangle!r}")
-    policy = Rectangle(*rectangle, block_size)
+    if isinstance(policy, str):
+        policy = parse_policy(policy, block_size)
+    elif policy is None:
+        policy = BestFirst(DEFAULT_BRANCHES, block_size)
+    if not isinstance(policy, Policy):
+        raise D3DError(f"a policy is text such as best-first:4, or one of branches; got {policy!r}")
+    if policy.block_size != block_size:
+        raise D3DError(f"the policy is for blocks of {policy.block_size}, not of {block_size}")
     tokens = config.draft_vocab_size or model.vocab_size
     if policy.num_candidates > tokens:
         raise D3DError(
-            f"rectangle F = {rectangle[1]} is too many for a vocabulary of {tokens} tokens"
+            f"{policy} needs {policy.num_candidates} candidates of a vocabulary of {tokens} tokens"
         )
     return DrafterFiles(folder, config, policy, mesh)
 
@@ -150,7 +153,7 @@ def load_drafter(
     mesh: Mesh | None = None,
     *,
     block_size: int | None = None,
-    rectangle: tuple[int, int] | None = None,
+    policy: str | Policy | None = None,
 ) -> DrafterRole:
     """A drafter of `model`, on its own mesh, ready to decode with (`Model.generate`).
 
@@ -159,16 +162,15 @@ def load_drafter(
       mesh: of `sharding.make_mesh`; None takes a device that the model leaves free, if there is
         one, so that drafting can overlap verification, else one of the model's.
       block_size: W of a round; None takes the drafter's own, on a CPU `CPU_BLOCK_SIZE` at most.
-      rectangle: (C, F) of the branches of asynchronous decoding; None takes the default.
+      policy: which outcomes asynchronous decoding prepares: `best-first:N`, `rectangle:C,F`, or one
+        of `d3d_jax.branches`; None takes best-first with a few.
 
     Raises:
       D3DError: none ships, not a drafter, one of another target or tokenizer, a block size above
-        the one it was trained for, or an impossible rectangle.
+        the one it was trained for, or an impossible policy.
     """
     mesh = _free_mesh(model) if mesh is None else mesh
-    files = open_drafter(
-        model.files, name_or_path, mesh, block_size=block_size, rectangle=rectangle
-    )
+    files = open_drafter(model.files, name_or_path, mesh, block_size=block_size, policy=policy)
     return files.load(model)
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from d3d_jax import acceptance, layout
-from d3d_jax.infer.roles import DrafterRole, Target, pad_prompts
+from d3d_jax.infer.drafter import DrafterRole, DraftState
+from d3d_jax.infer.role import Chunk, Role, pieces
+from d3d_jax.infer.target import Settings, Target, TargetState
 from d3d_jax.models import decoder
+from d3d_jax.sampling import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,51 +61,110 @@ class StepTimes:
         return max(self.miss.median - self.resolve.median, 0.0)
 
 
-def measure_steps(
-    target: Target, drafter: DrafterRole, prompt_ids: list[int], repeats: int = 10
-) -> StepTimes:
-    """Times every step of both roles after prefilling a prompt, compilation excluded."""
-    tokens, lengths = pad_prompts([prompt_ids])
-    width = drafter.width
-    steps = repeats + _WARM_UP
-    capacity = len(prompt_ids) + steps * (width + 1)
-    limits = np.full((1,), np.iinfo(np.int32).max, np.int32)
-    report, state = target.prefill(tokens, lengths, limits, capacity)
-    moved = drafter.put(report)
-    handover, drafts = drafter.first_draft(drafter.prefill(tokens, lengths, capacity), moved)
-    no_drafts, drafted = target.put(np.zeros((1, 1), np.int32)), target.put(handover)
+def prompt_chunks(role: Role, prompt_ids: list[int], batch: int = 1) -> Iterator[Chunk]:
+    """The passes that read one prompt into every slot of a batch."""
+    for slot in range(batch):
+        for piece in pieces(slot, prompt_ids):
+            yield from role.chunks([piece], batch)
 
-    def verify(handover: jax.Array) -> Any:
+
+def prefilled(
+    target: Target, settings: Settings, prompt_ids: list[int], capacity: int, batch: int = 1
+) -> tuple[jax.Array, TargetState]:
+    """The last report of a prefill, and a batch whose slots have all read the prompt.
+
+    Args:
+      settings: of the whole batch.
+    """
+    state, report = target.start(batch, capacity), None
+    for chunk in prompt_chunks(target, prompt_ids, batch):
+        report, state = target.prefill(state, settings, chunk)
+    assert report is not None
+    return report, state
+
+
+def measure_verify(
+    target: Target, prompt_ids: list[int], rows: int, batch: int = 1, repeats: int = 10
+) -> Spread:
+    """Times verifications of `rows` rows (1: plain steps) after a prompt, compilation excluded."""
+    steps = repeats + _WARM_UP
+    params, limits = [SamplingParams()] * batch, [np.iinfo(np.int32).max] * batch
+    settings = target.put(Settings.of(params, limits, [frozenset()] * batch))
+    capacity = len(prompt_ids) + steps * rows
+    _, state = prefilled(target, settings, prompt_ids, capacity, batch)
+    handover = target.put(np.zeros((batch, rows), np.int32))
+
+    def verify() -> Any:
         nonlocal state
-        report, state = target.verify(state, handover)
+        report, state = target.verify(state, settings, handover)
         return report, state
 
-    one_token = _report(drafter, 1, int(prompt_ids[-1]))
+    return timed(verify, repeats)
 
-    def draft() -> Any:
-        nonlocal drafts
-        handover, drafts = drafter.draft(drafts, one_token)
-        return handover, drafts
+
+def drafting(drafter: DrafterRole, prompt_ids: list[int], batch: int, steps: int) -> DraftState:
+    """A batch whose slots have all read a prompt and drafted a block, with room for some rounds."""
+    capacity = len(prompt_ids) + steps + 2 * drafter.width
+    handover, drafts = drafter.start(batch, capacity)
+    anchors = _report(drafter, batch, 1, int(prompt_ids[-1]))
+    for chunk in prompt_chunks(drafter, prompt_ids, batch):
+        drafts = drafter.prefill(drafts, chunk)
+        handover, drafts = drafter.first_draft(drafts, handover, chunk, anchors)
+    return drafts
+
+
+def measure_prepare(
+    drafter: DrafterRole, prompt_ids: list[int], batch: int = 1, repeats: int = 10
+) -> Spread:
+    """Times packed passes of the drafter's policy after a prompt, compilation excluded."""
+    drafts = drafting(drafter, prompt_ids, batch, steps=0)
 
     def prepare() -> Any:
         nonlocal drafts
         drafts, hidden, prepared = drafter.prepare(drafts)
         return drafts, hidden, prepared
 
-    measured = {
-        "plain": timed(lambda: verify(no_drafts), repeats),
-        "verify": timed(lambda: verify(drafted), repeats),
-        "draft": timed(draft, repeats),
-        "prepare": timed(prepare, repeats),
-    }
-    drafts, hidden, prepared = prepare()
-    hit = _report(drafter, int(prepared.outcome[0, 0]), int(prepared.anchors[0, 0]))
+    return timed(prepare, repeats)
+
+
+def measure_drafter(
+    drafter: DrafterRole, prompt_ids: list[int], batch: int = 1, repeats: int = 10
+) -> dict[str, Spread]:
+    """Times every step of a drafter after a prompt, compilation excluded.
+
+    Returns:
+      draft, prepare, resolve and miss (see `StepTimes`).
+    """
+    drafts = drafting(drafter, prompt_ids, batch, repeats + _WARM_UP)
+    one_token = _report(drafter, batch, 1, int(prompt_ids[-1]))
+
+    def draft() -> Any:
+        nonlocal drafts
+        handover, drafts = drafter.draft(drafts, one_token)
+        return handover, drafts
+
+    of_draft = timed(draft, repeats)
+    drafts, hidden, prepared = drafter.prepare(drafts)
+    # Every slot has read the same, so what the first has prepared all have.
+    hit = _report(drafter, batch, int(prepared.outcome[0, 0]), int(prepared.anchors[0, 0]))
     # The first draft itself is no rejection, so no branch was prepared for it.
-    no_hit = _report(drafter, 1, int(drafts.block[0, 1]))
+    no_hit = _report(drafter, batch, 1, int(drafts.block.tokens[0, 1]))
+    return {
+        "draft": of_draft,
+        "prepare": measure_prepare(drafter, prompt_ids, batch, repeats),
+        "resolve": timed(lambda: drafter.resolve(drafts, hidden, prepared, hit), repeats),
+        "miss": timed(lambda: drafter.resolve(drafts, hidden, prepared, no_hit), repeats),
+    }
+
+
+def measure_steps(
+    target: Target, drafter: DrafterRole, prompt_ids: list[int], repeats: int = 10
+) -> StepTimes:
+    """Times every step of both roles after a prompt, compilation excluded."""
     return StepTimes(
-        **measured,
-        resolve=timed(lambda: drafter.resolve(drafts, hidden, prepared, hit), repeats),
-        miss=timed(lambda: drafter.resolve(drafts, hidden, prepared, no_hit), repeats),
+        plain=measure_verify(target, prompt_ids, 1, repeats=repeats),
+        verify=measure_verify(target, prompt_ids, drafter.width, repeats=repeats),
+        **measure_drafter(drafter, prompt_ids, repeats=repeats),
     )
 
 
@@ -120,11 +182,11 @@ def timed(step: Callable[[], Any], repeats: int) -> Spread:
     return Spread.of(seconds[_WARM_UP:])
 
 
-def _report(drafter: DrafterRole, count: int, last: int) -> jax.Array:
-    """A report of `count` tokens that end with `last`, on the drafter's mesh."""
-    report = np.full((1, acceptance.TOKENS + drafter.width), -1, np.int32)
-    report[0, acceptance.COUNT], report[0, acceptance.ACTIVE] = count, 1
-    report[0, acceptance.TOKENS : acceptance.TOKENS + count] = last
+def _report(drafter: DrafterRole, batch: int, count: int, last: int) -> jax.Array:
+    """A report in which every row emits `count` tokens that end with `last`."""
+    report = np.full((batch, acceptance.TOKENS + drafter.width), -1, np.int32)
+    report[:, acceptance.COUNT], report[:, acceptance.ACTIVE] = count, 1
+    report[:, acceptance.TOKENS : acceptance.TOKENS + count] = last
     return drafter.put(report)
 
 
@@ -139,8 +201,8 @@ def logit_gap(target: Target, token_ids: list[int], choices: tuple[int, int]) ->
 
     Near zero the two are equally likely, and rounding decides which is said.
     """
-    tokens, lengths = pad_prompts([token_ids])
+    tokens = np.array([token_ids], np.int32)
     rows = layout.causal(target.put(np.zeros((1,), np.int32)), tokens.shape[1])
     hidden, _ = decoder.forward(target.config, target.params, target.put(tokens), rows)
-    last = decoder.logits(target.params, hidden[:, int(lengths[0]) - 1])
+    last = decoder.logits(target.params, hidden[:, -1])
     return float(last[0, choices[0]] - last[0, choices[1]])

@@ -20,14 +20,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from d3d_jax import layout
-from d3d_jax.config import DecodeConfig, Mode, ModelConfig
+from d3d_jax.config import DecodeConfig, Miss, Mode, ModelConfig
 from d3d_jax.errors import D3DError
-from d3d_jax.infer.decoding import Decoder, Reply
+from d3d_jax.infer.decoding import Decoder
+from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.measure import share_hardware
-from d3d_jax.infer.roles import DrafterRole, Target
+from d3d_jax.infer.replies import Reply
+from d3d_jax.infer.stop_strings import TextStream, before_stop
+from d3d_jax.infer.target import Target
 from d3d_jax.models import checkpoint, checkpoint_writing, decoder, sharding
 from d3d_jax.models.registry import resolve_model
 from d3d_jax.models.tokenizer import Tokenizer
+from d3d_jax.sampling import SamplingParams
 
 # What weights, activations and caches may be.
 WEIGHT_TYPES = ("float32", "bfloat16", "float16")
@@ -200,26 +204,33 @@ class Model:
         drafter: DrafterRole | None = None,
         *,
         mode: Mode | None = None,
-        max_new_tokens: int = 256,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        max_new_tokens: int | None = None,
+        slots: int | None = None,
         system: str | None = None,
         thinking: bool | None = None,
     ) -> list[Generation]:
-        """Greedy replies to a batch of prompts, decoded together.
+        """Replies to a list of prompts.
 
         Args:
           prompts: see `encode`.
           drafter: of `load_drafter`; in float32 the tokens are those without one, said sooner.
           mode: None: `plain` without a drafter, `sync` where both share hardware, else `async`.
-          max_new_tokens: of each reply, the stop token included.
+          sampling: for all prompts, or one for each; None: greedy.
+          max_new_tokens: of each reply, stop token included; None: what `sampling` says, or 256.
+          slots: prompts decoded at a time; None: all of them.
 
         Raises:
           D3DError: no prompt, an empty one or one that leaves no room, or what `encode` refuses.
         """
         ids = [self.encode(p, system=system, thinking=thinking) for p in _several(prompts)]
-        decoding = self.decoder(drafter, mode=mode, max_new_tokens=max_new_tokens)
-        replies = decoding.generate(ids)
+        params = _params(sampling, max_new_tokens, len(ids))
+        decoding = self.decoder(drafter, mode=mode, slots=slots)
+        replies = decoding.generate(ids, params)
         return [
-            Generation(prompt, self.tokenizer.decode(reply.token_ids), reply)
+            Generation(
+                prompt, before_stop(self.tokenizer.decode(reply.token_ids), reply.stop), reply
+            )
             for prompt, reply in zip(ids, replies, strict=True)
         ]
 
@@ -229,15 +240,17 @@ class Model:
         drafter: DrafterRole | None = None,
         *,
         mode: Mode | None = None,
-        max_new_tokens: int = 256,
+        sampling: SamplingParams | None = None,
+        max_new_tokens: int | None = None,
         system: str | None = None,
         thinking: bool | None = None,
     ) -> Iterator[str]:
         """The text of one reply, piece by piece as it is decoded; arguments as for `generate`."""
         ids = self.encode(prompt, system=system, thinking=thinking)
-        decoding = self.decoder(drafter, mode=mode, max_new_tokens=max_new_tokens)
-        pieces = decoding.stream([ids])
-        text = self.tokenizer.stream()
+        params = _params(sampling, max_new_tokens, 1)
+        decoding = self.decoder(drafter, mode=mode)
+        pieces = decoding.stream([ids], params)
+        text = TextStream(self.tokenizer, params[0].stop)
 
         def run() -> Iterator[str]:
             for _, new in pieces:
@@ -255,16 +268,23 @@ class Model:
         mode: Mode | None = None,
         max_new_tokens: int = 256,
         max_length: int | None = None,
+        miss: Miss = "stall",
+        slots: int | None = None,
     ) -> Decoder:
         """The decoder that `generate` uses, for its rounds, timing and warm-up.
+
+        Args:
+          miss: see `DecodeConfig`.
+          slots: prompts decoded at a time; None: all that are given.
 
         Raises:
           D3DError: a mode that needs a drafter and has none, or a limit out of range.
         """
         if not isinstance(drafter, DrafterRole | None):
             raise D3DError(f"a drafter is what load_drafter returns, found {drafter!r}")
-        config = DecodeConfig(mode or self.default_mode(drafter), max_new_tokens, max_length)
-        return Decoder(self.target, drafter, config)
+        mode = mode or self.default_mode(drafter)
+        config = DecodeConfig(mode, max_new_tokens, max_length, miss)
+        return Decoder(self.target, drafter, config, slots, self.tokenizer)
 
     def default_mode(self, drafter: DrafterRole | None) -> Mode:
         """The mode expected to be fastest: drafting ahead pays only on hardware of its own."""
@@ -333,6 +353,19 @@ def open_model(name_or_path: str | Path, *, revision: str | None = None) -> Mode
         )
     name = str(name_or_path) if revision is None else f"{name_or_path}@{revision}"
     return ModelFiles(name, folder, config, tokenizer)
+
+
+def _params(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, limit: int | None, count: int
+) -> list[SamplingParams]:
+    """The settings of each of `count` prompts."""
+    one = isinstance(sampling, SamplingParams | None)
+    params = [sampling or SamplingParams()] * count if one else list(sampling)  # type: ignore[arg-type]
+    if not all(isinstance(p, SamplingParams) for p in params):
+        raise D3DError(f"sampling takes SamplingParams, found {sampling!r}")
+    if limit is None:
+        return params
+    return [dataclasses.replace(p, max_new_tokens=limit) for p in params]
 
 
 def _several(prompts: Sequence[Prompt]) -> Sequence[Prompt]:

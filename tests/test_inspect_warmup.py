@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants
 
 from d3d_jax import cli
-from d3d_jax.infer.roles import prompt_bucket, prompt_buckets
+from d3d_jax.infer.role import CHUNKS, pieces
 from d3d_jax.models import checkpoint
 from d3d_jax.models.tokenizer import Tokenizer
 from d3d_jax.presets import preset
@@ -104,13 +104,12 @@ def test_inspect_says_how_far_yarn_reaches(capsys, tmp_path, models):
     assert inspect(capsys, tmp_path / "yarn")["longest_sequence"] == 2048
 
 
-def test_prompts_are_padded_to_few_lengths_and_never_by_more_than_a_quarter():
-    buckets = prompt_buckets(8192)
-    assert buckets == sorted(set(buckets)) and len(buckets) == 24 and buckets[-1] == 8192
-    for length in range(1, 8193):
-        padded = prompt_bucket(length)
-        assert padded in buckets and length <= padded < max(length * 1.25, length + 64)
-    assert prompt_buckets(65) == [64, 128]
+@pytest.mark.parametrize("length", [1, 64, 65, 511, 512, 513, 1300])
+def test_prompts_are_read_in_chunks_of_few_sizes(length):
+    read = list(pieces(3, list(range(length))))
+    assert [token for piece in read for token in piece.tokens] == list(range(length))
+    assert [piece.start for piece in read] == list(range(0, length, CHUNKS[-1]))
+    assert [piece.last for piece in read] == [False] * (len(read) - 1) + [True]
 
 
 def compilations(run):

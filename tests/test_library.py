@@ -183,9 +183,9 @@ def test_bad_input_is_refused_in_a_sentence(folders, model, tmp_path):
         refuse("dtype must be one of", lambda d=dtype: d3d_jax.load_model(model.folder, dtype=d))
     refuse("must be a jax.sharding.Mesh", lambda: d3d_jax.load_model(model.folder, jax.devices()))
     refuse("named by text", lambda: d3d_jax.load_model(""))
-    for options in (dict(block_size=0), dict(block_size="3"), dict(rectangle=(1,))):
+    for options in (dict(block_size=0), dict(block_size="3"), dict(policy="best")):
         refuse(
-            "block size|rectangle",
+            "block size|policy",
             lambda o=options: d3d_jax.load_drafter(model, folders / "drafter", **o),
         )
     refuse("devices", lambda: d3d_jax.make_mesh("cpu"))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from d3d_jax.config import DecodeConfig
 from d3d_jax.infer.decoding import Decoder
-from d3d_jax.infer.roles import Target
+from d3d_jax.infer.target import Target
 from d3d_jax.train.responses import ResponseWriter, default_split
 
 # (responses present, responses asked for, tokens just generated)
@@ -26,7 +26,7 @@ def respond(
 ) -> None:
     """Adds the target's greedy response to every prompt that the writer does not have yet.
 
-    Prompts of similar length share a batch, so that little prefill is padding.
+    A prompt takes the place of one that is answered, so `batch` rows are busy to the end.
 
     Args:
       prompts: (token ids, split or None for the default one, task) by index.
@@ -34,22 +34,22 @@ def respond(
       batch: B, rows decoded together.
     """
     missing = [i for i in range(len(prompts)) if i not in writer.done]
-    missing.sort(key=lambda i: len(prompts[i][0]))
-    config = DecodeConfig(mode="plain", max_new_tokens=writer.manifest.max_new_tokens)
-    decoder = Decoder(target, None, config)
+    # The longest first: caches grow once, and the last rows to end are short ones.
+    missing.sort(key=lambda i: -len(prompts[i][0]))
     progress(len(writer.done), len(prompts), 0)
+    if not missing:
+        return
+    config = DecodeConfig(mode="plain", max_new_tokens=writer.manifest.max_new_tokens)
+    decoder = Decoder(target, None, config, slots=batch)
     with writer:
-        for start in range(0, len(missing), batch):
-            rows = missing[start : start + batch]
-            # A last, smaller batch is filled up with copies: another shape would compile again.
-            filled = rows + [rows[-1]] * (batch - len(rows))
-            for index, reply in zip(
-                rows, decoder.generate([prompts[i][0] for i in filled]), strict=False
-            ):
-                ids, split, task = prompts[index]
-                reason = reply.finish_reason or "length"
-                split = split or default_split(index)
-                writer.add(index, ids, reply.token_ids, reason, split, task)
-            writer.flush()
-            done = decoder.replies[: len(rows)]
-            progress(len(writer.done), len(prompts), sum(len(r.token_ids) for r in done))
+        tokens = 0
+        for row, new in decoder.stream([prompts[i][0] for i in missing]):
+            tokens += len(new)
+            if (reason := decoder.replies[row].finish_reason) is None:
+                continue
+            index = missing[row]
+            ids, split, task = prompts[index]
+            split = split or default_split(index)
+            writer.add(index, ids, decoder.replies[row].token_ids, reason, split, task)
+            progress(len(writer.done), len(prompts), tokens)
+            tokens = 0

@@ -43,7 +43,7 @@ def run(options: Demo) -> None:
         _drafter_folder(options),
         drafter_mesh("async", options.placement),
         block_size=options.block_size,
-        rectangle=options.rectangle,
+        policy=options.policy,
     )
     if caveat := drafter_caveat(drafter_files.config, files.tokenizer, options.target):
         note(caveat)
@@ -56,7 +56,7 @@ def run(options: Demo) -> None:
         "target": model_name(options.target),
         "weights": _weights(model.folder),
         "drafter": dataclasses.asdict(drafter.drafter),
-        "policy": dataclasses.asdict(drafter.policy),
+        "policy": str(drafter.policy),
         "max_new_tokens": options.max_new_tokens,
         "thinking": thinking,
         "batch": 1,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from d3d_jax.commands.loading import open_decoder
+from d3d_jax.commands.loading import open_decoder, sampling_params
 from d3d_jax.commands.option_groups import thinking_switch
 from d3d_jax.commands.options import Generate
 from d3d_jax.commands.runtime import (
@@ -20,10 +20,12 @@ from d3d_jax.commands.runtime import (
     warn_of_turns,
 )
 from d3d_jax.errors import D3DError
-from d3d_jax.infer.decoding import Decoder, Reply
+from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.model import ModelFiles
-from d3d_jax.infer.roles import pad_prompts
+from d3d_jax.infer.replies import Reply
+from d3d_jax.infer.stop_strings import TextStream, before_stop
 from d3d_jax.models.tokenizer import Tokenizer
+from d3d_jax.sampling import SamplingParams
 from d3d_jax.train.responses import read_prompts
 
 # Rounds for longer replies are compiled when a reply gets there: few do, and it costs seconds.
@@ -31,33 +33,19 @@ _WARM_TOKENS = 512
 
 
 def run(options: Generate) -> None:
-    """Decodes all prompts, a batch at a time."""
+    """Decodes all prompts, --batch of them at a time."""
+    params = sampling_params(options.sampling, options.max_new_tokens)
     texts = _texts(options)
     start_jax(cpu_devices=options.placement.num_devices)
     files = open_decoder(options.target, options.decoding, options.placement)
-    tokenizer = files.target.tokenizer
     prompts = [_ids(options, files.target, text) for text in texts]
     files.check(prompts)
     with busy(f"loading {options.target}"):
-        decoder = files.load(options.max_new_tokens)
-    size = min(options.decoding.batch, len(texts))
-    warm: set[tuple[int, ...]] = set()
-    for first in range(0, len(texts), size):
-        batch = prompts[first : first + size]
-        count = len(batch)
-        # A last, smaller batch is filled up with copies: another shape would compile again.
-        batch += [batch[-1]] * (size - count)
-        shape = pad_prompts(batch)[0].shape
-        if shape not in warm:
-            with busy("compiling"):
-                decoder.warm_up(batch, min(options.max_new_tokens, _WARM_TOKENS))
-            warm.add(shape)
-        if options.json:
-            ended = {row: (reply, s) for row, _, reply, s in _replies(decoder, batch, count)}
-            for row in range(count):
-                print(_json(decoder, tokenizer, texts[first + row], *ended[row]), flush=True)
-        else:
-            _print_texts(decoder, tokenizer, batch, count, (first, len(texts)))
+        decoder = files.load(options.max_new_tokens, slots=options.decoding.batch)
+    with busy("compiling"):
+        decoder.warm_up(prompts, min(options.max_new_tokens, _WARM_TOKENS), params)
+    show = _print_json if options.json else _print_texts
+    show(decoder, files.target.tokenizer, texts, prompts, params)
 
 
 def _texts(options: Generate) -> list[str]:
@@ -85,37 +73,60 @@ def _ids(options: Generate, files: ModelFiles, text: str) -> list[int]:
 
 
 def _replies(
-    decoder: Decoder, batch: list[list[int]], count: int
+    decoder: Decoder, prompts: list[list[int]], params: SamplingParams
 ) -> Iterator[tuple[int, list[int], Reply, float]]:
-    """Yields (row, new ids, reply so far, seconds since its first token) of the first rows."""
+    """Yields (prompt's index, new ids, reply so far, seconds since its first token)."""
     began: dict[int, float] = {}
-    for row, new in decoder.stream(batch):
-        if row < count:
-            now = time.perf_counter()
-            yield row, new, decoder.replies[row], now - began.setdefault(row, now)
+    for index, new in decoder.stream(prompts, [params] * len(prompts)):
+        now = time.perf_counter()
+        yield index, new, decoder.replies[index], now - began.setdefault(index, now)
 
 
 def _print_texts(
     decoder: Decoder,
     tokenizer: Tokenizer,
-    batch: list[list[int]],
-    count: int,
-    numbers: tuple[int, int],
+    texts: list[str],
+    prompts: list[list[int]],
+    params: SamplingParams,
 ) -> None:
-    """Streams a single reply as it grows; prints those of a larger batch as they end."""
-    first, total = numbers
-    live, text = len(batch) == 1, tokenizer.stream()
-    if live and total > 1:
-        note(f"prompt {first + 1} of {total}")
-    for row, new, reply, seconds in _replies(decoder, batch, count):
+    """Streams replies that are decoded alone as they grow; prints the others as they end."""
+    live = decoder.slots == 1 or len(texts) == 1
+    text, begun = TextStream(tokenizer, params.stop), False
+    for index, new, reply, seconds in _replies(decoder, prompts, params):
+        ended = reply.finish_reason is not None
+        if len(texts) > 1 and (not begun if live else ended):
+            note(f"prompt {index + 1} of {len(texts)}")
+        begun = live and not ended
         if live:
             print(text.feed(new), end="", flush=True)
+        if not ended:
+            continue
+        print(text.flush() if live else _text(tokenizer, reply), flush=True)
+        text = TextStream(tokenizer, params.stop)
+        note(_figures(decoder, reply, seconds))
+
+
+def _text(tokenizer: Tokenizer, reply: Reply) -> str:
+    return before_stop(tokenizer.decode(reply.token_ids), reply.stop)
+
+
+def _print_json(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    texts: list[str],
+    prompts: list[list[int]],
+    params: SamplingParams,
+) -> None:
+    """One object a line in the order of the prompts, each as soon as those before it are out."""
+    waiting: dict[int, str] = {}
+    printed = 0
+    for index, _, reply, seconds in _replies(decoder, prompts, params):
         if reply.finish_reason is None:
             continue
-        if not live:
-            note(f"prompt {first + row + 1} of {total}")
-        print(text.flush() if live else tokenizer.decode(reply.token_ids), flush=True)
-        note(_figures(decoder, reply, seconds))
+        waiting[index] = _json(decoder, tokenizer, texts[index], reply, seconds)
+        while printed in waiting:
+            print(waiting.pop(printed), flush=True)
+            printed += 1
 
 
 def _tokens_per_second(reply: Reply, seconds: float) -> float | None:
@@ -142,7 +153,7 @@ def _json(decoder: Decoder, tokenizer: Tokenizer, text: str, reply: Reply, secon
     mode = decoder.config.mode
     fields: dict[str, Any] = {
         "prompt": text,
-        "text": tokenizer.decode(reply.token_ids),
+        "text": _text(tokenizer, reply),
         "token_ids": reply.token_ids,
         "mode": mode,
         "rounds": reply.rounds,

@@ -7,15 +7,22 @@ import dataclasses
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from d3d_jax.commands.option_groups import Decoding, Placement, TargetPlacement
+from d3d_jax.commands.option_groups import (
+    Decoding,
+    Placement,
+    SamplingOptions,
+    TargetPlacement,
+)
 from d3d_jax.commands.runtime import note
 from d3d_jax.config import Mode
 from d3d_jax.errors import D3DError
-from d3d_jax.infer.decoding import Decoder, check_prompts, longest_sequence
+from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.loading import DrafterFiles, drafter_caveat, open_drafter, shipped_drafter
 from d3d_jax.infer.model import ModelFiles, open_model
 from d3d_jax.infer.placement import role_meshes
+from d3d_jax.infer.replies import check_prompts, longest_sequence
 from d3d_jax.models.sharding import model_mesh
+from d3d_jax.sampling import SamplingParams
 
 
 def target_mesh(files: ModelFiles, placement: TargetPlacement) -> Mesh:
@@ -52,8 +59,8 @@ class DecoderFiles:
         config = self.target.config
         check_prompts(prompts, config, longest_sequence(config, self.options.max_length))
 
-    def load(self, max_new_tokens: int) -> Decoder:
-        """Reads the weights."""
+    def load(self, max_new_tokens: int, slots: int | None = None) -> Decoder:
+        """Reads the weights; for the arguments see `Model.decoder`."""
         dtype = None if self.options.dtype is None else jnp.dtype(self.options.dtype)
         model = self.target.load(self.mesh, dtype)
         return model.decoder(
@@ -61,6 +68,8 @@ class DecoderFiles:
             mode=self.options.mode,
             max_new_tokens=max_new_tokens,
             max_length=self.options.max_length,
+            miss=self.options.miss,
+            slots=slots,
         )
 
 
@@ -77,7 +86,7 @@ def open_decoder(target: str, decoding: Decoding, placement: Placement) -> Decod
     if decoding.mode == "plain" or (decoding.mode is None and name is None):
         unused = {
             "--block-size": decoding.block_size,
-            "--rectangle": decoding.rectangle,
+            "--policy": decoding.policy,
             "--drafter-devices": placement.drafter_devices,
         }
         if given := [option for option, value in unused.items() if value is not None]:
@@ -92,8 +101,21 @@ def open_decoder(target: str, decoding: Decoding, placement: Placement) -> Decod
         name,
         drafter_mesh("async", placement),
         block_size=decoding.block_size,
-        rectangle=decoding.rectangle,
+        policy=decoding.policy,
     )
     if caveat := drafter_caveat(drafter.config, files.tokenizer, target):
         note(caveat)
     return DecoderFiles(files, drafter, mesh, decoding)
+
+
+def sampling_params(options: SamplingOptions, max_new_tokens: int) -> SamplingParams:
+    """What sampling options ask of a request (`D3DError` for values out of range)."""
+    return SamplingParams(
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.min_p,
+        options.seed,
+        max_new_tokens,
+        options.stop,
+    )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from d3d_jax.config import Mode
+from d3d_jax.config import Miss, Mode
 from d3d_jax.errors import D3DError
 
 DType = Literal["float32", "bfloat16"]
@@ -124,8 +124,12 @@ class Decoding:
         CPU) and async elsewhere.
       max_length: Longest prompt and reply together.
       block_size: W of a round.
-      rectangle: C F of the outcomes prepared in async mode.
-      batch: Prompts decoded together; above 1 a reply is printed when it ends.
+      policy: Outcomes prepared in async mode: best-first:N, the N likeliest, or rectangle:C,F, the
+        paper's.
+      miss: Where the outcome was not prepared: draft while the target waits, or reuse the nearest
+        prepared block.
+      batch: Prompts decoded together; above 1 a reply is printed when it ends. A prompt takes the
+        place of one that has ended.
       dtype: Type of weights, activations and caches.
     """
 
@@ -133,7 +137,8 @@ class Decoding:
     mode: Annotated[Mode | None, arg("{plain,sync,async}", "the fastest expected here")] = None
     max_length: Annotated[int | None, arg("N", "the model's own limit")] = None
     block_size: Annotated[int | None, arg("W", "the drafter's own; on CPU at most 4")] = None
-    rectangle: Annotated[tuple[int, int] | None, arg("C F", "4 1, C at most W")] = None
+    policy: Annotated[str | None, arg("NAME:SIZES", "best-first:4")] = None
+    miss: Miss = "stall"
     batch: int = 1
     dtype: Annotated[
         DType | None, arg("{float32,bfloat16}", "float32 on CPU, else the checkpoint's")
@@ -144,3 +149,24 @@ class Decoding:
         at_least(2, max_length=self.max_length, block_size=self.block_size)
         if self.drafter == "":
             raise D3DError("--drafter names no folder; leave it out to use the shipped one, if any")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen, and where a reply ends.
+
+    Attributes:
+      temperature: 0 takes the likeliest token; above, tokens are drawn.
+      top_k: Draw from the K likeliest tokens only.
+      top_p: Draw from the fewest likeliest tokens that hold this much of the probability.
+      min_p: Draw from tokens at least this probable relative to the likeliest.
+      seed: The same seed draws the same reply in every mode and batch.
+      stop: Texts that end a reply, besides the model's own stop tokens.
+    """
+
+    temperature: float = 0.0
+    top_k: Annotated[int | None, arg("K", "all")] = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: Annotated[tuple[str, ...], arg("TEXT ...", "none")] = ()

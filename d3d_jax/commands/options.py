@@ -15,6 +15,7 @@ from d3d_jax.commands.option_groups import (
     Decoding,
     DType,
     Placement,
+    SamplingOptions,
     System,
     TargetPlacement,
     Thinking,
@@ -152,6 +153,8 @@ class Evaluate:
       split: Part of the dataset.
       block_size: W to draft with.
       documents: How many responses, evenly spread; 0 for all.
+      policies: Also compare the hit rates of asynchronous decoding under best-first and rectangles
+        of branches, at several numbers of them.
       json: Print one JSON object instead of a table.
     """
 
@@ -161,11 +164,114 @@ class Evaluate:
     split: Literal["train", "validation"] = "validation"
     block_size: Annotated[int | None, arg("W", "the drafter's own")] = None
     documents: int = 0
+    policies: bool = False
     json: bool = False
 
     def __post_init__(self) -> None:
         at_least(0, documents=self.documents)
         at_least(2, block_size=self.block_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibrate:
+    """Fit temperatures that make a drafter's probabilities match how often its tokens come true.
+
+    They go into the config.json of its folder. Best-first branches are chosen better with them;
+    the tokens drafted stay the same. Half of the responses are fitted on, half measured on.
+
+    Attributes:
+      drafter: Folder of the drafter, which is changed.
+      target: Its target model.
+      data: Dataset folder of greedy responses of that target.
+      split: Part of the dataset; the drafter should not have been trained on it.
+      documents: How many responses, evenly spread; 0 for all.
+    """
+
+    drafter: Annotated[Path, arg("DIR")]
+    target: Annotated[str, arg("MODEL")]
+    data: Annotated[Path, arg("DIR")]
+    split: Literal["train", "validation"] = "validation"
+    documents: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(0, documents=self.documents)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Predict tokens/s of every way to decode and recommend mode, policy, block size and branches.
+
+    The times of single steps are measured here or read from a file, how often the drafter is right
+    is measured on recorded responses or read from a file. Both files are JSON that this command
+    writes, so that one machine can plan for another.
+
+    Attributes:
+      target: Model to decode: a name, hub id, folder or .gguf file.
+      drafter: Folder or hub id of the drafter.
+      data: Dataset folder of greedy responses of that target, to measure acceptance on.
+      split: Part of the dataset.
+      documents: How many responses, evenly spread; 0 for all.
+      profile: Files of --save-profile to take instead, one for each depth of the drafter.
+      times: File of --save-times to take instead of measuring; the models are then not run.
+      batch: Numbers of prompts decoded together.
+      block_size: Block sizes to compare.
+      policy: Policies of asynchronous decoding to compare: best-first:N or rectangle:C,F.
+      layers: Depths to time the drafter at (its first layers).
+      context: Tokens in the caches while steps are timed.
+      save_times: File to write the times to.
+      save_profile: File to write the acceptance profile to.
+      check: Decode this many prompts of --data with the best settings of each mode, and compare.
+      max_new_tokens: Longest reply of --check, the stop token included.
+      json: Print one JSON object instead of tables.
+      placement: Which devices hold the models.
+    """
+
+    target: Annotated[str, arg("MODEL")]
+    drafter: Annotated[str | None, arg("MODEL", "the one shipped for this target")] = None
+    data: Annotated[Path | None, arg("DIR", "none")] = None
+    split: Literal["train", "validation"] = "validation"
+    documents: int = 32
+    profile: Annotated[tuple[Path, ...], arg("FILE ...", "none")] = ()
+    times: Annotated[Path | None, arg("FILE", "measured here")] = None
+    batch: Annotated[tuple[int, ...], arg("N ...")] = (1,)
+    block_size: Annotated[tuple[int, ...], arg("W ...", "powers of two and the drafter's own")] = ()
+    policy: Annotated[tuple[str, ...], arg("NAME:SIZES ...", "several of both kinds")] = ()
+    layers: Annotated[tuple[int, ...], arg("L ...", "all of its layers")] = ()
+    context: int = 128
+    save_times: Annotated[Path | None, arg("FILE", "not saved")] = None
+    save_profile: Annotated[Path | None, arg("FILE", "not saved")] = None
+    check: int = 0
+    max_new_tokens: int = 96
+    json: bool = False
+    placement: Placement = dataclasses.field(default_factory=Placement)
+
+    def __post_init__(self) -> None:
+        at_least(0, documents=self.documents, check=self.check)
+        at_least(1, context=self.context)
+        at_least(2, max_new_tokens=self.max_new_tokens)
+        for name, minimum in (("batch", 1), ("block_size", 2), ("layers", 1)):
+            for value in getattr(self, name):
+                at_least(minimum, **{name: value})
+        if not self.batch:
+            raise D3DError("--batch names no number of prompts")
+        self._check_sources()
+
+    def _check_sources(self) -> None:
+        """Refuses options that ask for the same thing twice, or for what is not there."""
+        if self.data is None and not self.profile:
+            raise D3DError("give --data to measure acceptance on, or --profile")
+        if self.check and self.data is None:
+            raise D3DError("--check decodes prompts of --data: give that too")
+        if self.check and self.check < max(self.batch):
+            raise D3DError(f"--check must be at least the largest --batch, found {self.check}")
+        if self.profile and self.data is not None and not self.check:
+            raise D3DError("give either --data or --profile")
+        if self.profile and (self.block_size or self.policy or self.save_profile):
+            raise D3DError(
+                "--block-size, --policy and --save-profile go with --data: a profile has its own"
+            )
+        if self.times is not None and (self.layers or self.save_times):
+            raise D3DError("--layers and --save-times go with measuring: leave out --times")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +290,7 @@ class Generate:
       raw: Take the prompt as plain text, without the chat template.
       max_new_tokens: Longest reply, the stop token included.
       json: Print one JSON object a prompt instead of the text.
+      sampling: How tokens are chosen, and where a reply ends.
       decoding: How to decode.
       placement: Which devices hold the models.
     """
@@ -196,6 +303,7 @@ class Generate:
     raw: bool = False
     max_new_tokens: int = 256
     json: bool = False
+    sampling: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
     decoding: Decoding = dataclasses.field(default_factory=Decoding)
     placement: Placement = dataclasses.field(default_factory=Placement)
 
@@ -217,11 +325,13 @@ class Warmup:
 
     Attributes:
       target: Model to decode: a name, hub id (org/name or org/name@revision), folder or .gguf file.
+      sampling: How tokens are chosen, and where a reply ends.
       decoding: How to decode.
       placement: Which devices hold the models.
     """
 
     target: Annotated[str, arg("MODEL")]
+    sampling: SamplingOptions = dataclasses.field(default_factory=SamplingOptions)
     decoding: Decoding = dataclasses.field(default_factory=Decoding)
     placement: Placement = dataclasses.field(default_factory=Placement)
 
@@ -263,7 +373,7 @@ class Demo:
         switch that.
       max_new_tokens: Longest reply, the stop token included.
       block_size: W of a round.
-      rectangle: C F of the outcomes prepared in async mode.
+      policy: Outcomes prepared in async mode: best-first:N or rectangle:C,F.
       out: Folder for the figures (demo.json) and their picture (demo.png).
       from_scratch: First make responses and train a new drafter, then compare with that one.
       work: Folder of the stages of --from-scratch, each of which resumes.
@@ -276,7 +386,7 @@ class Demo:
     thinking: Thinking = None
     max_new_tokens: int = 128
     block_size: Annotated[int | None, arg("W", "the drafter's own; on CPU at most 4")] = None
-    rectangle: Annotated[tuple[int, int] | None, arg("C F", "4 1, C at most W")] = None
+    policy: Annotated[str | None, arg("NAME:SIZES", "best-first:4")] = None
     out: Annotated[Path, arg("DIR")] = Path("demo-results")
     from_scratch: bool = False
     work: Annotated[Path | None, arg("DIR", "demo/ in the model cache")] = None

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from d3d_jax.config import ModelConfig
-from d3d_jax.models.sharding import constrain
+from d3d_jax.models.sharding import ACTIVATION_RULES, locally, named
 
 LayerKV = tuple[jax.Array, jax.Array]
 # The smallest capacity. Larger ones double, so that a step compiles a handful of times and not once
@@ -54,15 +56,25 @@ def bucketed(length: int) -> int:
     return capacity
 
 
-def empty(config: ModelConfig, num_layers: int, batch: int, capacity: int, dtype) -> KVCache:
-    """A cache of zeros for `batch` rows of `capacity` tokens."""
+def empty(
+    config: ModelConfig,
+    num_layers: int,
+    batch: int,
+    capacity: int,
+    dtype: Any,
+    mesh: Mesh | None = None,
+) -> KVCache:
+    """A cache of zeros for `batch` rows of `capacity` tokens, on a mesh or the default device."""
+
+    def zeros(axes: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        where = None if mesh is None else named(axes, shape, mesh, ACTIVATION_RULES)
+        return jnp.zeros(shape, dtype, device=where)
+
     shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
-
-    def zeros() -> jax.Array:
-        return constrain(jnp.zeros(shape, dtype), "bk..")
-
-    layers = tuple((zeros(), zeros()) for _ in range(num_layers))
-    return KVCache(layers, jnp.zeros((batch,), jnp.int32))
+    layers = tuple(
+        (zeros("bk..", shape, dtype), zeros("bk..", shape, dtype)) for _ in range(num_layers)
+    )
+    return KVCache(layers, zeros(".", (batch,), jnp.int32))
 
 
 def write(kv: LayerKV, k: jax.Array, v: jax.Array, length: jax.Array) -> LayerKV:
@@ -82,6 +94,38 @@ def write(kv: LayerKV, k: jax.Array, v: jax.Array, length: jax.Array) -> LayerKV
         at = length[:, None] + jnp.arange(rows, dtype=jnp.int32)
     row = jnp.arange(batch)[:, None]
     return keys.at[row, :, at].set(k, mode="drop"), values.at[row, :, at].set(v, mode="drop")
+
+
+def take(cache: KVCache, slot: jax.Array) -> KVCache:
+    """A copy of one row of each of the batch's P parts, which are split over devices.
+
+    Args:
+      slot: [P] int32, the row within the part.
+
+    Returns:
+      A cache of P rows, of length 0.
+    """
+
+    def one(rows: jax.Array, slot: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(rows, slot[0], 1)
+
+    local = locally(one, ("bk..", "b"), ("bk..",))
+    layers = tuple((local(k, slot), local(v, slot)) for k, v in cache.layers)
+    return KVCache(layers, jnp.zeros_like(slot))
+
+
+def put(cache: KVCache, slot: jax.Array, own: KVCache) -> KVCache:
+    """The cache with the keys and values of `own`, P rows of `take`, back in their places."""
+
+    def one(rows: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(rows, row, slot[0], axis=0)
+
+    local = locally(one, ("bk..", "bk..", "b"), ("bk..",))
+    layers = tuple(
+        (local(keys, k, slot), local(values, v, slot))
+        for (keys, values), (k, v) in zip(cache.layers, own.layers, strict=True)
+    )
+    return dataclasses.replace(cache, layers=layers)
 
 
 def grow(cache: KVCache, capacity: int) -> KVCache:

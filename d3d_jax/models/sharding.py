@@ -138,12 +138,11 @@ def partition_spec(axes: str, shape: Sequence[int], mesh: AnyMesh, rules: Rules)
     A dimension is split over the first of its mesh axes that divide it: a vocabulary of odd size is
     held whole by every device, a batch of one row computed by every row of the mesh.
     """
-    return PartitionSpec(
-        *(
-            _split(letter, size, mesh, rules) or None
-            for letter, size in zip(axes, shape, strict=True)
-        )
-    )
+    split = [_split(letter, size, mesh, rules) for letter, size in zip(axes, shape, strict=True)]
+    # As XLA spells what it returns: another spelling of the same would be traced again.
+    while split and not split[-1]:
+        split.pop()
+    return PartitionSpec(*(names or None for names in split))
 
 
 def _split(letter: str, size: int, mesh: AnyMesh, rules: Rules) -> tuple[str, ...]:
@@ -169,9 +168,14 @@ def constrain(x: jax.Array, axes: str) -> jax.Array:
     )
 
 
+def split_axes(letter: str, size: int, mesh: AnyMesh) -> tuple[str, ...]:
+    """The axes of a mesh that an activation's dimension is split over."""
+    return _split(letter, size, mesh, ACTIVATION_RULES)
+
+
 def mesh_axes(letter: str, size: int) -> tuple[str, ...]:
-    """The axes that an activation's dimension is split over where a mesh is set; else none."""
-    return _split(letter, size, jax.sharding.get_abstract_mesh(), ACTIVATION_RULES)
+    """`split_axes` of the mesh that is set; none where none is."""
+    return split_axes(letter, size, jax.sharding.get_abstract_mesh())
 
 
 def locally(

@@ -13,10 +13,12 @@ from d3d_jax.branches import Rectangle
 from d3d_jax.config import DecodeConfig
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.decoding import Decoder
-from d3d_jax.infer.roles import DrafterRole, Target, pad_prompts
+from d3d_jax.infer.drafter import DrafterRole
+from d3d_jax.infer.target import Target
 from d3d_jax.models import decoder
 from d3d_jax.models.sharding import make_mesh
 from d3d_jax.train.acceptance import OfflineAcceptance
+from tests.infer.batches import started
 from tests.tiny_models import (
     VOCAB,
     Documents,
@@ -164,20 +166,19 @@ def test_a_prepared_branch_is_the_synchronous_draft_of_its_outcome(kind):
     """Every outcome, hit or miss: resolve and draft hand over the same block and cache length."""
     target, drafter = roles(kind, policy=(4, 2))
     width = drafter.width
-    tokens, lengths = pad_prompts(PROMPTS[:1])
-    report = drafter.put(target.prefill(tokens, lengths, np.array([LENGTH], np.int32), 64)[0])
 
     def state():
-        return drafter.first_draft(drafter.prefill(tokens, lengths, 64), report)[1]
+        return started(target, drafter, PROMPTS[:1])[0]._drafts
 
-    block = np.asarray(state().block)[0].tolist()
+    block = np.asarray(state().block.tokens)[0].tolist()
     prepared = drafter.prepare(state())[2]
     outcomes = list(zip(prepared.outcome[0].tolist(), prepared.anchors[0].tolist(), strict=True))
     if kind == "shift 0":
         # The early branch starts at the last draft; its first slot says which bonus it is for.
         (_, last), hidden = outcomes.pop(), drafter.prepare(state())[1][:, -1]
         assert last == block[-1]
-        slots = np.asarray(drafter._read(drafter.params, hidden, jnp.array([last]))[1])[0, :, 0]
+        read = drafter._read(drafter.params, hidden, jnp.array([last]))
+        slots = np.asarray(read.candidate_ids)[0, :, 0]
         bonus = outcome_report(drafter, [*block[1:], int(slots[0])])
         got, _ = drafter.resolve(*drafter.prepare(state()), bonus)
         assert int(got[0, 0]) == 1
@@ -191,7 +192,7 @@ def test_a_prepared_branch_is_the_synchronous_draft_of_its_outcome(kind):
         want, sync = drafter.draft(state(), outcome)
         assert (int(got[0, 0]), int(want[0, 0])) == (int(token != missing), 0)
         np.testing.assert_array_equal(got[0, 1:], want[0, 1:])
-        np.testing.assert_array_equal(after.candidate_ids, sync.candidate_ids)
+        np.testing.assert_array_equal(after.block.candidate_ids, sync.block.candidate_ids)
         np.testing.assert_array_equal(after.cache.length, sync.cache.length)
         size = int(after.cache.length[0])
         for ours, theirs in zip(after.cache.layers, sync.cache.layers, strict=True):
@@ -221,18 +222,12 @@ def test_sampled_responses_have_no_offline_tau():
 
 def test_frozen_rows_keep_their_length_on_both_sides():
     target, drafter = roles()
-    tokens, lengths = pad_prompts(PROMPTS)
-    limits = np.array([1, LENGTH, LENGTH, LENGTH], np.int32)
-    report, state = target.prefill(tokens, lengths, limits, 64)
+    batch, report = started(target, drafter, PROMPTS, [1, LENGTH, LENGTH, LENGTH])
     assert report[:, acceptance.ACTIVE].tolist() == [0, 1, 1, 1]
-    handover, drafts = drafter.first_draft(
-        drafter.prefill(tokens, lengths, 64), drafter.put(report)
-    )
-    prepared = drafter.prepare(drafts)
-    report, state = target.verify(state, target.put(handover))
+    lengths = [len(prompt) for prompt in PROMPTS]
+    report = np.asarray(batch.round().report)
     assert report[0].tolist() == [0, 0] + [-1] * drafter.width
-    _, drafts = drafter.resolve(*prepared, drafter.put(report))
-    for cache in (state.cache, drafts.cache):
-        assert cache.length[0] == lengths[0] and (cache.length[1:] > lengths[1:]).all()
-    _, drafts = drafter.draft(drafts, drafter.put(report))
+    for cache in (batch._state.cache, batch._drafts.cache):
+        assert cache.length[0] == lengths[0] and (cache.length[1:] > np.array(lengths[1:])).all()
+    _, drafts = drafter.draft(batch._drafts, drafter.put(report))
     assert drafts.cache.length[0] == lengths[0]

@@ -10,10 +10,12 @@ from d3d_jax.branches import Rectangle
 from d3d_jax.config import DecodeConfig
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.decoding import Decoder
+from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.placement import role_meshes
-from d3d_jax.infer.roles import DrafterRole, Target, pad_prompts
+from d3d_jax.infer.target import Target
 from d3d_jax.models import decoder
 from tests.hlo import collectives, largest_result
+from tests.infer.batches import started
 from tests.tiny_models import greedy, memorise, tiny_config, tiny_drafter, tiny_params
 
 PROMPTS = [[5, 6, 7], list(range(20)), [40, 3], [11] * 9]
@@ -70,26 +72,25 @@ def test_a_single_prompt_is_decoded_by_every_part_of_a_data_axis():
 
 
 def programs(placement):
-    """The compiled verify, draft and prepare steps after a prefill."""
+    """A batch that has read its prompts, and the lowered verify, draft and prepare steps."""
     target, drafter = roles(*PLACEMENTS[placement])
-    tokens, lengths = pad_prompts(PROMPTS)
-    report, state = target.prefill(tokens, lengths, np.full(4, LENGTH, np.int32), 256)
-    report = drafter.put(report)
-    handover, drafts = drafter.first_draft(drafter.prefill(tokens, lengths, 256), report)
-    block = (drafts.cache, drafts.block, drafts.candidate_ids)
-    return (
-        target._verify.lower(target.params, state, target.stop_ids, target.put(handover)),
+    batch, report = started(target, drafter, PROMPTS)
+    report, state, drafts = drafter.put(np.asarray(report)), batch._state, batch._drafts
+    block = target.put(batch._handover)
+    return batch, (
+        target._verify.lower(target.params, state, batch._settings, block),
         drafter._draft.lower(drafter.params, drafts, report),
-        drafter._prepare.lower(drafter.params, *block),
+        drafter._prepare.lower(drafter.params, drafts.cache, drafts.block),
     )
 
 
 def test_collectives_of_the_steps_are_those_expected():
-    verify, draft, prepare = (step.compile() for step in programs("one mesh for both"))
+    verify, draft, prepare = (step.compile() for step in programs("one mesh for both")[1])
     # Two a layer, one for the rows of the embedding, two to find the likeliest token.
     assert collectives(verify) == {"all-reduce": 2 * LAYERS + 3}
-    # Of each part of the vocabulary only its candidates are gathered, ids and scores.
-    assert collectives(draft) == {"all-reduce": 2 * DRAFTER_LAYERS + 1, "all-gather": 2}
+    # Of each part of the vocabulary only its candidates are gathered, ids and scores; two of one
+    # number a row make their probabilities.
+    assert collectives(draft) == {"all-reduce": 2 * DRAFTER_LAYERS + 3, "all-gather": 2}
     assert collectives(prepare) == {"all-reduce": 2 * DRAFTER_LAYERS + 1}
     policy, parts = roles(*PLACEMENTS["one mesh for both"])[1].policy, 4
     rows = len(PROMPTS) * policy.block_size
@@ -97,22 +98,21 @@ def test_collectives_of_the_steps_are_those_expected():
 
 
 def test_data_parallel_steps_gather_only_the_report():
-    verify = programs("data 4")[0].compile()
+    verify = programs("data 4")[1][0].compile()
     assert set(collectives(verify)) == {"all-gather"}
     width = roles(*PLACEMENTS["data 4"])[1].width
     assert largest_result(verify, "all-gather") <= len(PROMPTS) * (width + 2)
 
 
 def test_caches_are_split_by_kv_heads_and_rows():
-    target, _ = roles(*PLACEMENTS["data 2 x tensor 2, drafter split"])
-    tokens, lengths = pad_prompts(PROMPTS)
-    report, state = target.prefill(tokens, lengths, np.full(4, LENGTH, np.int32), 256)
+    batch, _ = programs("data 2 x tensor 2, drafter split")
+    report, cache = batch.round().report, batch._state.cache
     assert report.sharding.is_fully_replicated
-    for keys, values in state.cache.layers:
+    for keys, values in cache.layers:
         for buffer in (keys, values):
             assert buffer.sharding.shard_shape(buffer.shape) == (2, 1, 256, 16)
-    grown = target.grown(state.cache, 300)
-    assert grown.layers[0][0].sharding.shard_shape((4, 2, 512, 16)) == (2, 1, 512, 16)
+    batch.grow(300)
+    assert batch._state.cache.layers[0][0].sharding.shard_shape((4, 2, 512, 16)) == (2, 1, 512, 16)
 
 
 def test_the_drafter_takes_a_device_that_the_target_leaves_free():

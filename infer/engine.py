@@ -1,0 +1,325 @@
+"""Continuous batching: requests join and leave a batch of slots that goes on decoding.
+
+    engine = Engine(target, drafter, DecodeConfig(mode="sync"), slots=8)
+    first = engine.submit([1, 2, 3])
+    while engine.unfinished:
+        for request, tokens in engine.step(): ...
+    engine.results()[first].token_ids
+
+The host dispatches ahead and reads late: a round's report is read when the next round is under way.
+A row that has stopped is frozen on the device, so rounds dispatched past a stop emit nothing and
+are dropped exactly.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Iterable
+
+import jax
+import numpy as np
+
+from d3d_jax import acceptance
+from d3d_jax.config import DecodeConfig
+from d3d_jax.errors import D3DError
+from d3d_jax.infer.batch import Batch
+from d3d_jax.infer.drafter import DrafterRole
+from d3d_jax.infer.replies import Reply, Timing, check_prompts, longest_sequence
+from d3d_jax.infer.role import Piece, pieces
+from d3d_jax.infer.stop_strings import StopStrings
+from d3d_jax.infer.target import Settings, Target
+from d3d_jax.models.tokenizer import Tokenizer
+from d3d_jax.sampling import SamplingParams
+
+# Rounds dispatched beyond the one being read: the device always has one waiting.
+AHEAD = 1
+# Prompt tokens read between two rounds while other requests are decoding.
+PREFILL_TOKENS = 2048
+
+
+@dataclasses.dataclass(eq=False)
+class _Request:
+    """A submitted prompt, from its queue to its reply.
+
+    Attributes:
+      limit: tokens it may emit.
+      unread: pieces of the prompt not dispatched yet.
+      stop_ids: every token that ends it.
+    """
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    limit: int
+    stop_ids: frozenset[int]
+    stop_strings: StopStrings | None
+    unread: collections.deque[Piece] = dataclasses.field(default_factory=collections.deque)
+    reply: Reply = dataclasses.field(default_factory=Reply)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether rounds emit tokens of it, as far as the host knows."""
+        return not self.unread and self.reply.finish_reason is None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A report to come.
+
+    Attributes:
+      owners: the request in each slot it speaks of, at the time of dispatch.
+      handover: of the block that a round verified; None for a prefill's report.
+    """
+
+    report: jax.Array
+    owners: tuple[_Request | None, ...]
+    handover: jax.Array | None
+    is_round: bool
+
+
+class Engine:
+    """Decodes requests in a fixed number of slots.
+
+    After a device failed, `step` raises and `results` still has what was read before.
+
+    Args:
+      drafter: None decodes plainly, whatever the configuration's mode.
+      slots: B, requests decoded at a time.
+      tokenizer: needed for stop strings only.
+
+    Raises:
+      D3DError: a mode that needs a drafter and has none, no slots, or a mesh of several processes.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: DrafterRole | None,
+        config: DecodeConfig,
+        slots: int,
+        tokenizer: Tokenizer | None = None,
+    ):
+        if config.mode != "plain" and drafter is None:
+            raise D3DError(f"mode {config.mode} needs a drafter")
+        if type(slots) is not int or slots < 1:
+            raise D3DError(f"slots must be a whole number of at least 1, found {slots!r}")
+        self.target, self.config, self.slots = target, config, slots
+        self.drafter = drafter if config.mode != "plain" else None
+        for role in filter(None, (target, self.drafter)):
+            if any(d.process_index != jax.process_index() for d in role.mesh.devices.flat):
+                raise D3DError(
+                    "decoding runs in one process: give it a mesh of this process's own devices "
+                    "(jax.local_devices())"
+                )
+        self.width = self.drafter.width if self.drafter else 1
+        self.limit = longest_sequence(target.config, config.max_length)
+        self.timing = Timing()
+        self._tokenizer = tokenizer
+        self._requests: dict[int, _Request] = {}
+        self._waiting: collections.deque[_Request] = collections.deque()
+        self._slots: list[_Request | None] = [None] * slots
+        self._flying: collections.deque[_Flight] = collections.deque()
+        self._batch: Batch | None = None
+        self._began: float | None = None
+        self._failure: str | None = None
+
+    def submit(self, prompt: list[int], params: SamplingParams | None = None) -> int:
+        """Queues a prompt; returns the request's number.
+
+        Args:
+          params: None: greedy, with the configuration's limit of tokens.
+
+        Raises:
+          D3DError: a prompt that cannot be decoded, or stop strings without a tokenizer.
+        """
+        check_prompts([prompt], self.target.config, self.limit)
+        params = params or SamplingParams(max_new_tokens=self.config.max_new_tokens)
+        if params.stop and self._tokenizer is None:
+            raise D3DError("stop strings need a tokenizer; give the engine one, or stop_token_ids")
+        stops = StopStrings(self._tokenizer, params.stop) if params.stop else None  # type: ignore[arg-type]
+        request = _Request(
+            len(self._requests),
+            prompt,
+            params,
+            min(params.max_new_tokens, self.limit - len(prompt)),
+            self.target.stop_tokens | set(params.stop_token_ids),
+            stops,
+        )
+        self._requests[request.id] = request
+        self._waiting.append(request)
+        return request.id
+
+    def cancel(self, request: int) -> None:
+        """Ends a request where it is; the others are not touched."""
+        found = self._requests[request]
+        if found.reply.finish_reason is None:
+            found.reply.finish_reason = "cancelled"
+            self._release([found])
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether any request is waiting or decoding."""
+        return any(self._live) or bool(self._waiting)
+
+    def results(self) -> dict[int, Reply]:
+        """The reply of every request so far, by its number."""
+        return {number: request.reply for number, request in self._requests.items()}
+
+    def step(self) -> list[tuple[int, list[int]]]:
+        """Dispatches ahead, then waits for the oldest report and books it.
+
+        Returns:
+          (request, new token ids) of those that said something; [] when nothing is left to do.
+
+        Raises:
+          D3DError: a device failed.
+        """
+        if self._failure is not None:
+            raise D3DError(self._failure)
+        try:
+            return self._step()
+        except jax.errors.JaxRuntimeError as error:
+            ended = sum(r.reply.finish_reason is not None for r in self._requests.values())
+            self._failure = (
+                f"a device failed while decoding: {str(error).splitlines()[0]:.300}; {ended} "
+                f"replies are complete, the others end with what was read before"
+            )
+            raise D3DError(self._failure) from error
+
+    def _step(self) -> list[tuple[int, list[int]]]:
+        clock = time.perf_counter()
+        self._began = self._began or clock
+        self._admit()
+        while sum(flight.is_round for flight in self._flying) <= AHEAD and self._dispatch():
+            pass
+        if not self._flying:
+            return []
+        flight = self._flying.popleft()
+        self.timing.host += time.perf_counter() - clock
+        # The only wait: for a report whose successor is already under way.
+        jax.block_until_ready(flight.report)
+        now = time.perf_counter()
+        if not self.timing.prefill:
+            self.timing.prefill = now - self._began
+        self.timing.decode = now - self._began - self.timing.prefill
+        new = self._book(flight)
+        self.timing.host += time.perf_counter() - now
+        return new
+
+    @property
+    def _live(self) -> Iterable[_Request]:
+        """Requests that have a slot and have not ended, as far as the host knows."""
+        return (r for r in self._slots if r is not None and r.reply.finish_reason is None)
+
+    def _admit(self) -> None:
+        """Gives free slots to waiting requests."""
+        admitted = False
+        for slot, holder in enumerate(self._slots):
+            if holder is not None and holder.reply.finish_reason is None:
+                continue
+            while self._waiting and self._waiting[0].reply.finish_reason is not None:
+                self._waiting.popleft()  # cancelled before it began
+            if not self._waiting:
+                break
+            request = self._waiting.popleft()
+            request.unread.extend(pieces(slot, request.prompt))
+            self._slots[slot], admitted = request, True
+        if not any(self._live):
+            # Whatever still flies belongs to requests that have ended.
+            self._flying.clear()
+        if admitted:
+            self._make_room()
+            self._configure()
+
+    def _make_room(self) -> None:
+        # Growth is planned from lengths the host has read, so with room for rounds in flight.
+        longest = max(len(r.prompt) + len(r.reply.token_ids) for r in self._live)
+        capacity = longest + self.width * (AHEAD + 2)
+        if self._batch is None:
+            self._batch = Batch(self.target, self.drafter, self.config, self.slots, capacity)
+        self._batch.grow(capacity)
+
+    def _configure(self) -> None:
+        assert self._batch is not None
+        nothing = SamplingParams()
+        live = [r if r and r.reply.finish_reason is None else None for r in self._slots]
+        self._batch.configure(
+            Settings.of(
+                [r.params if r else nothing for r in live],
+                [r.limit if r else 0 for r in live],
+                [r.stop_ids if r else frozenset() for r in live],
+            )
+        )
+
+    def _dispatch(self) -> bool:
+        """Reads prompts, then one round; False where no request is decoding after that."""
+        # Where nobody waits for a token there is no reason to stop reading.
+        room = PREFILL_TOKENS if any(r.decoding for r in self._live) else None
+        while (room is None or room > 0) and (found := self._next_pieces()):
+            assert self._batch is not None
+            report = self._batch.read(found)
+            owners: list[_Request | None] = [None] * self.slots
+            for piece in found:
+                owners[piece.slot] = self._slots[piece.slot] if piece.last else None
+            if any(owners):
+                self._flying.append(_Flight(report, tuple(owners), None, is_round=False))
+            room = None if room is None else room - max(len(piece.tokens) for piece in found)
+        if not any(r.decoding for r in self._live):
+            return False
+        assert self._batch is not None
+        self._make_room()
+        dispatched = self._batch.round()
+        self.timing.rounds += 1
+        owners = [r if r and r.decoding else None for r in self._slots]
+        self._flying.append(
+            _Flight(dispatched.report, tuple(owners), dispatched.handover, is_round=True)
+        )
+        return True
+
+    def _next_pieces(self) -> list[Piece]:
+        """The next piece of one prompt in each part of the target's batch."""
+        size = self.slots // self.target.parts(self.slots)
+        found: dict[int, Piece] = {}
+        for request in self._live:
+            if request.unread and (part := request.unread[0].slot // size) not in found:
+                found[part] = request.unread.popleft()
+        return list(found.values())
+
+    def _book(self, flight: _Flight) -> list[tuple[int, list[int]]]:
+        """Adds a report to the replies; returns what each request said.
+
+        A round's handover was an input of its verification, so it is ready by then.
+        """
+        report = np.asarray(flight.report).tolist()
+        hits = None if flight.handover is None else np.asarray(flight.handover)[:, 0].tolist()
+        emitted, ended = [], []
+        for slot, request in enumerate(flight.owners):
+            count = report[slot][acceptance.COUNT]
+            if request is None or not count or request.reply.finish_reason is not None:
+                continue
+            reply = request.reply
+            new = report[slot][acceptance.TOKENS : acceptance.TOKENS + count]
+            if flight.is_round:
+                # The first block is always drafted synchronously: it had no chance to be a hit.
+                reply.chances += reply.rounds > 0
+                reply.hits += 0 if hits is None else hits[slot]
+                reply.rounds += 1
+            if request.stop_strings is not None:
+                new, reply.stop = request.stop_strings.cut(new)
+            reply.token_ids += new
+            if reply.stop is not None:
+                reply.finish_reason = "stop"
+                ended.append(request)
+            elif not report[slot][acceptance.ACTIVE]:
+                reply.finish_reason = "stop" if new[-1] in request.stop_ids else "length"
+            emitted.append((request.id, new))
+        self._release(ended)
+        return emitted
+
+    def _release(self, requests: list[_Request]) -> None:
+        """Ends requests on the device that the device would not have ended itself."""
+        rows = [slot for slot, request in enumerate(self._slots) if request in requests]
+        if rows and self._batch is not None:
+            self._batch.stop(rows)

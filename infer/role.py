@@ -1,0 +1,159 @@
+"""What both roles of decoding share: parameters and a cache on a mesh, and reading prompts into it.
+
+A batch has B *slots*, a row of the cache each, and a request occupies one until it ends. Prompts
+are read in pieces, one slot at a time, straight into the batch's cache: a request joins a batch
+that is already decoding without another program, and a long prompt needs no more memory than a
+short one. Where batch rows are split over devices, every part of the batch reads one slot at once.
+
+A role's methods only dispatch: none waits for a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from d3d_jax import layout
+from d3d_jax.config import ModelConfig
+from d3d_jax.models import cache as caches
+from d3d_jax.models import decoder, parameters, sharding
+from d3d_jax.models.cache import KVCache
+
+# Rows of a pass that reads a prompt, and what shorter pieces are padded to. 512 rows keep the
+# matrix units of any accelerator busy.
+CHUNKS = (64, 128, 256, 512)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of one prompt, as many as one pass reads.
+
+    Attributes:
+      slot: which the request occupies, of the whole batch.
+      start: tokens of the prompt before them.
+      last: whether the prompt ends here.
+    """
+
+    slot: int
+    start: int
+    tokens: list[int]
+    last: bool
+
+
+def pieces(slot: int, prompt: list[int]) -> Iterator[Piece]:
+    """A whole prompt, piece by piece."""
+    for start in range(0, len(prompt), CHUNKS[-1]):
+        stop = start + CHUNKS[-1]
+        yield Piece(slot, start, prompt[start:stop], stop >= len(prompt))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "slot", "start", "count", "last"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """One pass: a piece for at most one slot of each of the batch's P parts.
+
+    Attributes:
+      tokens: [P, C] int32, padded at the end.
+      slot: [P] int32, counted within the part.
+      start: [P] int32, tokens of the prompt before these.
+      count: [P] int32, tokens of the piece; 0 in a part that reads nothing.
+      last: [P] bool, whether the prompt ends here.
+    """
+
+    tokens: Any
+    slot: Any
+    start: Any
+    count: Any
+    last: Any
+
+    def rows(self, batch: int) -> jax.Array:
+        """[P] the slots counted in the whole batch; `batch`, which does not exist, for no piece."""
+        parts = self.slot.shape[0]
+        slot = jnp.arange(parts, dtype=jnp.int32) * (batch // parts) + self.slot
+        return jnp.where(self.count > 0, slot, batch)
+
+
+class Role:
+    """Parameters on a mesh, and where small arrays of this role go: to all of its devices.
+
+    Args:
+      mesh: of `sharding.make_mesh`, of any devices; batch rows are split over its data axis.
+    """
+
+    def __init__(self, config: ModelConfig, params: decoder.Params, mesh: Mesh, dtype: Any):
+        self.config = config
+        self.mesh = sharding.model_mesh(mesh, config)
+        self.sharding = NamedSharding(self.mesh, PartitionSpec())
+        self.params = jax.device_put(params, parameters.shardings(params, self.mesh))
+        self.dtype = dtype
+        self._grow = self._jit(caches.grow, static_argnums=1)
+
+    def _jit(self, step: Callable[..., Any], **options: Any) -> Any:
+        return jax.jit(sharding.on_mesh(self.mesh, step), **options)
+
+    def put(self, x: Any) -> Any:
+        """Moves arrays to this role's mesh without waiting for them."""
+        return jax.device_put(x, self.sharding)
+
+    def grown(self, cache: KVCache, capacity: int) -> KVCache:
+        """The cache with at least `capacity` tokens a row; one copy a bucket."""
+        return cache if cache.capacity >= capacity else self._grow(cache, caches.bucketed(capacity))
+
+    def empty_cache(self, batch: int, capacity: int) -> KVCache:
+        """A cache of `batch` slots that holds at least `capacity` tokens in each."""
+        layers, capacity = len(self.params["layers"]), caches.bucketed(capacity)
+        return caches.empty(self.config, layers, batch, capacity, self.dtype, self.mesh)
+
+    def parts(self, batch: int) -> int:
+        """P, over how many groups of devices the slots of a batch are split."""
+        axes = sharding.split_axes("b", batch, self.mesh)
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def chunks(self, pieces: Iterable[Piece], batch: int) -> Iterator[Chunk]:
+        """The passes that read some pieces, on this role's devices."""
+        parts, waiting = self.parts(batch), list(pieces)
+        size = batch // parts
+        while waiting:
+            now: dict[int, Piece] = {}
+            for piece in waiting:
+                now.setdefault(piece.slot // size, piece)
+            waiting = [piece for piece in waiting if now[piece.slot // size] is not piece]
+            yield self.put(_chunk(now, parts, size))
+
+    def _read_chunk(
+        self, params: decoder.Params, cache: KVCache, chunk: Chunk
+    ) -> tuple[jax.Array, KVCache]:
+        """Hidden states [P, C, D] of a chunk, and the cache with its keys, values and lengths."""
+        own = caches.take(cache, chunk.slot).at(chunk.start)
+        rows = layout.causal(chunk.start, chunk.tokens.shape[1])
+        hidden, own = decoder.forward(self.config, params, chunk.tokens, rows, own)
+        # A part that reads nothing writes behind the length of a slot, where nothing counts.
+        slots = chunk.rows(cache.length.shape[0])
+        length = cache.length.at[slots].set(chunk.start + chunk.count, mode="drop")
+        return hidden, caches.put(cache, chunk.slot, own).at(sharding.replicate(length))
+
+
+def _chunk(pieces: dict[int, Piece], parts: int, size: int) -> Chunk:
+    longest = max(len(piece.tokens) for piece in pieces.values())
+    rows = next(rows for rows in CHUNKS if rows >= longest)
+    slot, start, count = (np.zeros((parts,), np.int32) for _ in range(3))
+    tokens, last = np.zeros((parts, rows), np.int32), np.zeros((parts,), bool)
+    chunk = Chunk(tokens, slot, start, count, last)
+    for part, piece in pieces.items():
+        count = len(piece.tokens)
+        chunk.tokens[part, :count] = piece.tokens
+        chunk.slot[part], chunk.start[part] = piece.slot % size, piece.start
+        chunk.count[part], chunk.last[part] = count, piece.last
+    return chunk
