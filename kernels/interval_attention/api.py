@@ -130,8 +130,8 @@ def interval_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    lo: jax.Array,
-    hi: jax.Array,
+    lo: jax.Array | np.ndarray,
+    hi: jax.Array | np.ndarray,
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:

@@ -2,8 +2,9 @@
 
 Each named shape is timed with every implementation there is here and with what one would use
 otherwise: `jax.nn.dot_product_attention` with a dense mask over the clean keys and the blocks (on a
-GPU by cuDNN too). A pass is the whole packed attention, blocks included. Times are medians with
-interquartile range, all sides in one run; FLOPs count visible (row, key) pairs alone.
+GPU by cuDNN too), and on a TPU splash attention with a mask that never changes. A pass is the whole
+packed attention, blocks included. Times are medians with interquartile range, all sides in one run;
+FLOPs count visible (row, key) pairs alone.
 """
 
 from __future__ import annotations
@@ -25,184 +26,20 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from d3d_jax.kernels.interval_attention import api, xla
-from d3d_jax.kernels.interval_attention.shapes import BLOCK, SHAPES, Shape, intervals
-from d3d_jax.kernels.packed_attention import packed_attention
+from d3d_jax.kernels.interval_attention import api
+from d3d_jax.kernels.interval_attention.bench_candidates import (
+    Inputs,
+    candidates,
+    decode_forms,
+    make_inputs,
+)
+from d3d_jax.kernels.interval_attention.bench_pairs import computed_pairs, visible_pairs
+from d3d_jax.kernels.interval_attention.shapes import SHAPES, Shape
 
 # Multiply-adds are two operations; scores and output take one product each, and the backward pass
 # five in all.
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
 _WARM_UP = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """Arrays of one shape: q, k, v of all rows, the clean keys and values, lo and hi."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    keys: jax.Array
-    values: jax.Array
-    lo: jax.Array
-    hi: jax.Array
-
-
-def make_inputs(shape: Shape, dtype: Any) -> Inputs:
-    """Random arrays; in training the clean keys are the clean rows' own."""
-    rng = np.random.default_rng(0)
-
-    def draw(*size: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(size, np.float32), dtype)
-
-    q = draw(shape.batch, shape.rows, shape.heads, shape.head_dim)
-    k, v = (draw(shape.batch, shape.rows, shape.kv_heads, shape.head_dim) for _ in range(2))
-    lo, hi = map(jnp.asarray, intervals(shape))
-    if shape.kind == "train":
-        keys, values = (x[:, : shape.clean_rows].swapaxes(1, 2) for x in (k, v))
-    else:
-        size = (shape.batch, shape.kv_heads, shape.keys, shape.head_dim)
-        keys, values = draw(*size), draw(*size)
-    return Inputs(q, k, v, keys, values, lo, hi)
-
-
-def ours(shape: Shape, implementation: api.Implementation) -> Callable[..., jax.Array]:
-    """Packed attention with one implementation of its interval part."""
-
-    def run(q, k, v, keys, values, lo, hi):
-        return packed_attention(
-            q,
-            k,
-            v,
-            keys,
-            values,
-            lo,
-            hi,
-            clean_len=shape.clean_rows,
-            num_blocks=shape.blocks,
-            in_block="bidirectional",
-            implementation=implementation,
-        )
-
-    return run
-
-
-def dense_mask(shape: Shape, lo: jax.Array, hi: jax.Array) -> jax.Array:
-    """[B, 1, T, S + A · W]: who sees which clean key and which row of a block."""
-    index = jnp.arange(shape.keys)
-    clean = (index >= lo[..., None]) & (index < hi[..., None])
-    block = (jnp.arange(shape.rows) - shape.clean_rows) // BLOCK
-    block = jnp.where(jnp.arange(shape.rows) < shape.clean_rows, -1, block)
-    own = (block[:, None] == block[None, shape.clean_rows :]) & (block[:, None] >= 0)
-    own = jnp.broadcast_to(own, (shape.batch, *own.shape))
-    return jnp.concatenate([clean, own], axis=2)[:, None]
-
-
-def dense(shape: Shape, implementation: str | None) -> Callable[..., jax.Array]:
-    """`jax.nn.dot_product_attention` over clean keys and block rows side by side."""
-
-    def run(q, k, v, keys, values, lo, hi):
-        clean = shape.clean_rows
-        k = jnp.concatenate([keys.swapaxes(1, 2), k[:, clean:]], axis=1)
-        v = jnp.concatenate([values.swapaxes(1, 2), v[:, clean:]], axis=1)
-        mask = dense_mask(shape, lo, hi)
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)  # type: ignore[arg-type]
-
-    return run
-
-
-def candidates(shape: Shape, dtype: Any) -> dict[str, Callable[..., jax.Array]]:
-    """By name, everything that can do the shape's work here."""
-    here = api._platform()
-    found = {
-        name: ours(shape, name)
-        for name in api.IMPLEMENTATIONS
-        if api.available(name, here, dtype, shape.head_dim) is None
-    }
-    found["dense mask"] = dense(shape, None)
-    if here in ("gpu", "hopper") and jnp.dtype(dtype).itemsize == 2:
-        found["dense mask, cudnn"] = dense(shape, "cudnn")
-    return found
-
-
-def decode_forms(shape: Shape, inputs: Inputs) -> dict[str, tuple[Callable[..., Any], list[Any]]]:
-    """Other ways to write causal attention of a few rows over a cache, each with its own layout."""
-    group = shape.heads // shape.kv_heads
-    scale = shape.head_dim**-0.5
-    q, lo, hi = inputs.q, inputs.lo, inputs.hi
-    grouped = q.reshape(*q.shape[:2], shape.kv_heads, group, shape.head_dim)
-
-    def attend(scores: str, output: str, mask: str) -> Callable[..., jax.Array]:
-        def run(q, k, v, lo, hi):
-            index = jnp.arange(shape.keys)
-            visible = (index >= lo[..., None]) & (index < hi[..., None])
-            s = jnp.einsum(scores, q, k, precision="highest") * scale
-            visible = jnp.expand_dims(visible, [i for i, a in enumerate(mask) if a not in "bts"])
-            weights = jax.nn.softmax(jnp.where(visible, s, -jnp.inf), axis=-1)
-            return jnp.einsum(output, weights, v, precision="highest")
-
-        return run
-
-    seq = [x.swapaxes(1, 2) for x in (inputs.keys, inputs.values)]  # [B, S, K, H]
-    turned = inputs.keys.swapaxes(2, 3)  # [B, K, H, S]
-    repeated = [jnp.repeat(x, group, axis=1) for x in (inputs.keys, inputs.values)]
-    rows = [q, *repeated, lo, hi]
-    return {
-        "keys [B, S, K, H]": (
-            attend("btkgh,bskh->btkgs", "btkgs,bskh->btkgh", "btkgs"),
-            [grouped, *seq, lo, hi],
-        ),
-        "keys [B, K, S, H]": (
-            attend("btkgh,bksh->btkgs", "btkgs,bksh->btkgh", "btkgs"),
-            [grouped, inputs.keys, inputs.values, lo, hi],
-        ),
-        "keys [B, K, H, S]": (
-            attend("btkgh,bkhs->btkgs", "btkgs,bksh->btkgh", "btkgs"),
-            [grouped, turned, inputs.values, lo, hi],
-        ),
-        "heads repeated": (attend("btnh,bnsh->btns", "btns,bnsh->btnh", "btns"), rows),
-    }
-
-
-def visible_pairs(shape: Shape) -> int:
-    """(row, key) pairs of one query head, blocks included."""
-    lo, hi = intervals(shape)
-    return int(np.maximum(hi - lo, 0).sum()) + shape.batch * shape.blocks * BLOCK * BLOCK
-
-
-def computed_pairs(shape: Shape, name: str, dtype: Any) -> int | None:
-    """(row, key) pairs of one query head that an implementation computes; None if not counted."""
-    lo, hi = intervals(shape)
-    in_blocks = shape.batch * shape.blocks * BLOCK * BLOCK
-    if name.startswith("dense mask"):
-        return shape.batch * shape.rows * (shape.keys + shape.blocks * BLOCK)
-    tiles = tile_pairs(shape, name, dtype)
-    if tiles is None:
-        return shape.batch * shape.rows * shape.keys + in_blocks
-    rows, keys = tiles
-    count = 0
-    for row in range(shape.batch):
-        for first in range(0, shape.rows, rows):
-            low, high = lo[row, first : first + rows], hi[row, first : first + rows]
-            sees = low < high
-            if sees.any():
-                count += -(-int(high[sees].max()) // keys) - int(low[sees].min()) // keys
-    return count * rows * keys + in_blocks
-
-
-def tile_pairs(shape: Shape, name: str, dtype: Any) -> tuple[int, int] | None:
-    """Rows (of one head) and keys of a tile of an implementation that skips; else None."""
-    group = shape.heads // shape.kv_heads
-    if name == "tpu":
-        from d3d_jax.kernels.interval_attention import tpu
-
-        sizes = tpu.tile_sizes(shape.rows * group, shape.keys, shape.head_dim, dtype)
-        return max(sizes.rows // group, 1), sizes.keys
-    if name == "gpu":
-        return 128, 128
-    if name == "xla" and shape.rows > xla.TILE_ROWS and jax.default_backend() == "cpu":
-        return xla.TILE_ROWS, xla.TILE_KEYS
-    return None
 
 
 def timed(step: Callable[[], Any], repeats: int, seconds: float) -> dict[str, float]:

@@ -32,9 +32,13 @@ def splits_keys(rows: int, heads: int) -> bool:
     return rows * heads < NUM_SMS * 2 * gpu_kernel.WARPGROUP_ROWS
 
 
-def _stages(dim: int) -> int:
-    """128 KB of shared memory for the ring buffer."""
-    return 256 // dim
+def tiling(rows: int, heads: int, kv_heads: int, dim: int) -> gpu_kernel.Tiling:
+    """The tiling of a call with T rows; with `partial`, of rows that the heads are folded into."""
+    stages = 256 // dim  # 128 KB of shared memory for the ring buffer
+    if not splits_keys(rows, heads):
+        return gpu_kernel.Tiling(consumers=2, stages=stages)
+    one = rows * heads // kv_heads <= gpu_kernel.WARPGROUP_ROWS
+    return gpu_kernel.Tiling(consumers=1 if one else 2, stages=stages, partial=True)
 
 
 def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
@@ -51,8 +55,7 @@ def _pad_keys(x: jax.Array, keys: int) -> jax.Array:
     return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % keys), (0, 0)])
 
 
-def _many_rows(q, k, v, lo, hi):
-    tiling = gpu_kernel.Tiling(consumers=2, stages=_stages(q.shape[3]))
+def _many_rows(q, k, v, lo, hi, tiling):
     rows = q.shape[1]
     q, lo, hi = (_pad_rows(x, tiling.rows) for x in (q, lo, hi))
     tiles = gpu_schedule.row_tiles(lo, hi, k.shape[2], tiling.rows, tiling.block_keys)
@@ -61,13 +64,11 @@ def _many_rows(q, k, v, lo, hi):
     return out[:, :rows], lse[:, :, :rows].swapaxes(1, 2)
 
 
-def _few_rows(q, k, v, lo, hi):
+def _few_rows(q, k, v, lo, hi, tiling):
     batch, rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     folded = rows * group
-    consumers = 1 if folded <= gpu_kernel.WARPGROUP_ROWS else 2
-    tiling = gpu_kernel.Tiling(consumers, _stages(dim), partial=True)
     # Row t · G + g of kv head k is token t of query head k · G + g.
     q = q.reshape(batch, rows, kv_heads, group, dim).swapaxes(2, 3)
     q = _pad_rows(q.reshape(batch, folded, kv_heads, dim), tiling.rows)
@@ -88,10 +89,9 @@ def _few_rows(q, k, v, lo, hi):
 
 @jax.custom_vjp
 def _attend(q, k, v, lo, hi):
-    lo, hi = jnp.maximum(lo, 0), jnp.minimum(hi, k.shape[2])
     k, v = (_pad_keys(x, gpu_kernel.Tiling.block_keys) for x in (k, v))
-    forward = _few_rows if splits_keys(q.shape[1], q.shape[2]) else _many_rows
-    return forward(q, k, v, lo, hi)
+    choice = tiling(q.shape[1], q.shape[2], k.shape[1], q.shape[3])
+    return (_few_rows if choice.partial else _many_rows)(q, k, v, lo, hi, choice)
 
 
 def _attend_fwd(q, k, v, lo, hi):
@@ -138,4 +138,4 @@ def interval_attention(
             f"implementation 'gpu' takes head dimensions {HEAD_DIMS}, got {q.shape[3]}. "
             "Use implementation 'xla'"
         )
-    return _attend(q, k, v, lo, hi)
+    return _attend(q, k, v, jnp.maximum(lo, 0), jnp.minimum(hi, k.shape[2]))

@@ -36,6 +36,7 @@ LOWEST = -1e30
 # Registers as wgmma leaves a matrix, and one number for each row of it.
 MATRIX = plgpu.Layout.WGMMA
 COLUMN = MATRIX.reduce(1)
+ACCUMULATOR = plgpu.ACC  # type: ignore[reportPrivateImportUsage]
 
 
 def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -107,7 +108,7 @@ class _Cta:
     gmem: types.SimpleNamespace
     smem: types.SimpleNamespace
 
-    def own_rows(self, row_tile: jax.Array) -> Any:
+    def own_rows(self, row_tile: jax.Array | int) -> Any:
         """The rows of a consumer. The compiler must see that they start at a multiple of 64."""
         return pl.ds(
             (row_tile * self.tiling.consumers + self.group) * WARPGROUP_ROWS, WARPGROUP_ROWS
@@ -128,7 +129,7 @@ def _column(ref: Any) -> jax.Array:
     return plgpu.layout_cast(ref[...], COLUMN)
 
 
-def _across(column: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def _across(column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """[rows] → [rows, columns]."""
     return lax.broadcast_in_dim(column, shape, [0])
 
@@ -201,7 +202,7 @@ def _attend_tile(step, carry, *, cta: _Cta, q, lo, hi, masked: bool):
         return scores_ref[...]
 
     shape = (WARPGROUP_ROWS, tiling.block_keys)
-    scores = pl.run_scoped(multiply_keys, plgpu.ACC(shape, jnp.float32))
+    scores = pl.run_scoped(multiply_keys, ACCUMULATOR(shape, jnp.float32))
     plgpu.barrier_arrive(smem.k_free.at[place])
     if masked:
         key = _iota(shape, 1)
@@ -223,7 +224,7 @@ def _attend_tile(step, carry, *, cta: _Cta, q, lo, hi, masked: bool):
         plgpu.wgmma(update_ref, weights, values)
         return update_ref[...]
 
-    update = pl.run_scoped(multiply_values, plgpu.ACC(acc.shape, jnp.float32))
+    update = pl.run_scoped(multiply_values, ACCUMULATOR(acc.shape, jnp.float32))
     plgpu.barrier_arrive(smem.v_free.at[place])
     return acc * _across(shrink, acc.shape) + update, new_peak, total
 

@@ -21,6 +21,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # What a step of a work list does; a step may be first, last and a computation at once.
 FIRST, LAST, PARTIAL, FULL = 1, 2, 4, 8
@@ -43,7 +44,11 @@ class TileBounds:
 
 
 def tile_bounds(
-    lo: jax.Array, hi: jax.Array, rows_per_tile: int, keys_per_tile: int, num_keys: int
+    lo: jax.Array | np.ndarray,
+    hi: jax.Array | np.ndarray,
+    rows_per_tile: int,
+    keys_per_tile: int,
+    num_keys: int,
 ) -> TileBounds:
     """Bounds of the key tiles needed by every row tile.
 

@@ -12,44 +12,60 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from d3d_jax.kernels.interval_attention.tiles import FIRST, FULL, LAST, PARTIAL, work_list
+from d3d_jax.kernels.interval_attention.tiles import FIRST, LAST, work_list
 from d3d_jax.kernels.interval_attention.tpu_common import (
+    LANES,
     LOG2E,
     MASKED,
     Geometry,
     Specs,
     Step,
+    Window,
     call,
     dot,
     interval_tiles,
+    limits,
     load_keys,
     load_rows,
-    seen_keys,
     split_refs,
     stored_keys,
     to_tiles,
 )
 
 
-def _weights(refs, step: Step, masked: bool, geometry: Geometry):
-    """Weights and score gradients of a tile, [keys, R] float32, and its q, k and dO."""
+def _lanes(ref, heads) -> jax.Array:
+    """Values of some rows, one head after the other, of a [1, lanes] block."""
+    return jnp.concatenate([ref[:, rows] for rows in heads], axis=1)
+
+
+def _visible(lo_ref, hi_ref, step: Step, window: Window, geometry: Geometry) -> jax.Array:
+    """Which row of a window sees which key, [keys, R]; where a head's rows fill lanes, computed for
+    one head and repeated."""
+    once = window.rows % LANES == 0
+    rows = pl.ds(window.row, window.rows) if once else pl.ds(0, geometry.tile_rows)
+    lo, hi = lo_ref[:, rows], hi_ref[:, rows]
+    key = jax.lax.broadcasted_iota(jnp.int32, (window.keys, lo.shape[1]), 0)
+    key += step.key(geometry, window)
+    visible = (key >= lo) & (key < hi)
+    return jnp.concatenate([visible] * geometry.group, axis=1) if once else visible
+
+
+def _weights(refs, step: Step, window: Window, geometry: Geometry):
+    """Weights and score gradients of a window, [keys, R] float32, and its q, k and dO."""
     q_ref, k_ref, v_ref, d_out_ref, lo_ref, hi_ref, lse_ref, delta_ref = refs
-    rows, features = geometry.tile_rows, (geometry.feature_axis, 1)
-    q, d_out = load_rows(q_ref), load_rows(d_out_ref)
-    if masked:
-        k, v = (load_keys(ref, geometry, step) for ref in (k_ref, v_ref))
-    else:
-        k, v = k_ref[...], v_ref[...]
+    heads, features = window.heads(geometry), (geometry.feature_axis, 1)
+    q, d_out = (load_rows(ref, window) for ref in (q_ref, d_out_ref))
+    k, v = (load_keys(ref, geometry, step, window) for ref in (k_ref, v_ref))
     scores = dot(k, q, features) * geometry.score_scale
-    if masked:
-        key = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0) + step.first_key
-        visible = (key >= lo_ref[:, :rows]) & (key < hi_ref[:, :rows])
+    if window.masked:
+        visible = _visible(lo_ref, hi_ref, step, window, geometry)
         scores = jnp.where(visible, scores, MASKED)
-    weights = jnp.exp2(scores - lse_ref[:, :rows])
+    weights = jnp.exp2(scores - _lanes(lse_ref, heads))
     d_weights = dot(v, d_out, features)
-    return weights, weights * (d_weights - delta_ref[:, :rows]), q, k, d_out
+    return weights, weights * (d_weights - _lanes(delta_ref, heads)), q, k, d_out
 
 
 def _dq_kernel(*refs, geometry: Geometry):
@@ -59,12 +75,14 @@ def _dq_kernel(*refs, geometry: Geometry):
     def _():
         dq_sum[...] = jnp.zeros_like(dq_sum)
 
-    def accumulate(masked: bool):
-        _, d_scores, _, k, _ = _weights(inputs, step, masked, geometry)
-        dq_sum[...] += dot(k, d_scores.astype(k.dtype), (1 - geometry.feature_axis, 0))
+    def accumulate(window: Window):
+        _, d_scores, _, k, _ = _weights(inputs, step, window, geometry)
+        dq = dot(k, d_scores.astype(k.dtype), (1 - geometry.feature_axis, 0))
+        heads = window.heads(geometry)
+        for rows, part in zip(heads, jnp.split(dq, len(heads), axis=1), strict=True):
+            dq_sum[:, rows] += part
 
-    step.when(PARTIAL)(lambda: accumulate(True))
-    step.when(FULL)(lambda: accumulate(False))
+    step.each_window(geometry, accumulate)
 
     @step.when(LAST)
     def _():
@@ -80,13 +98,13 @@ def _dkv_kernel(*refs, geometry: Geometry):
         dk_sum[...] = jnp.zeros_like(dk_sum)
         dv_sum[...] = jnp.zeros_like(dv_sum)
 
-    def accumulate(masked: bool):
-        weights, d_scores, q, _, d_out = _weights(inputs, step, masked, geometry)
-        dk_sum[...] += dot(d_scores.astype(q.dtype), q, (1, 0))
-        dv_sum[...] += dot(weights.astype(q.dtype), d_out, (1, 0))
+    def accumulate(window: Window):
+        weights, d_scores, q, _, d_out = _weights(inputs, step, window, geometry)
+        keys = pl.ds(window.key, window.keys)
+        dk_sum[keys] += dot(d_scores.astype(q.dtype), q, (1, 0))
+        dv_sum[keys] += dot(weights.astype(q.dtype), d_out, (1, 0))
 
-    step.when(PARTIAL)(lambda: accumulate(True))
-    step.when(FULL)(lambda: accumulate(False))
+    step.each_window(geometry, accumulate)
 
     @step.when(LAST)
     def _():
@@ -119,7 +137,7 @@ def backward(
     delta = jnp.where(seeing, to_tiles(delta, geometry) - d_lse, 0.0)
     # exp2(score − inf) = 0: a row that sees nothing has no weight in full tiles either.
     lse = jnp.where(seeing, lse * LOG2E, jnp.inf)
-    bounds, seen = geometry.bounds(lo, hi), seen_keys(lo, hi, geometry)
+    bounds, scalars = geometry.bounds(lo, hi), limits(lo, hi, geometry)
     specs = Specs(geometry)
     inputs = [
         (q, specs.rows),
@@ -135,7 +153,7 @@ def backward(
         functools.partial(_dq_kernel, geometry=geometry),
         geometry,
         work_list(bounds, geometry.key_tiles),
-        seen,
+        scalars,
         inputs,
         [(jax.ShapeDtypeStruct(q.shape, q.dtype), specs.rows)],
         [pltpu.VMEM((geometry.dim, geometry.tile_rows), jnp.float32)],
@@ -147,7 +165,7 @@ def backward(
         functools.partial(_dkv_kernel, geometry=geometry),
         geometry,
         work_list(bounds, geometry.key_tiles, by_keys=True),
-        seen,
+        scalars,
         inputs,
         [(jax.ShapeDtypeStruct(x.shape, x.dtype), specs.key_gradients) for x in (k, v)],
         [key_sums, key_sums],

@@ -1,6 +1,7 @@
 """What the TPU kernels of interval attention share: geometry, block specs, loads, the call itself.
 
-No attention is computed here. Which tiles are visited is decided in `tiles`.
+No attention is computed here. Which tiles are visited is decided in `tiles`; which of its parts and
+chunks a visited tile needs, by `Step.each_window`.
 """
 
 from __future__ import annotations
@@ -13,16 +14,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from d3d_jax.kernels.interval_attention.tiles import TileBounds, WorkList, tile_bounds
+from d3d_jax.kernels.interval_attention.tiles import (
+    FULL,
+    PARTIAL,
+    TileBounds,
+    WorkList,
+    tile_bounds,
+)
 
 LANES = 128
 # Rows of a block come in whole sublane tiles: 16 rows in bfloat16, 8 in float32, so 16 suit both.
 SUBLANES = 16
-# row_tile, key_tile and action of a work list, start and stop of the keys seen.
-NUM_SCALARS = 5
+# row_tile, key_tile and action of a work list, start and stop of the keys that a batch row sees,
+# and of the chunks that a part sees.
+NUM_SCALARS = 7
 # Softmax runs in base 2, whose exponential the hardware has; scores are scaled by this as well.
 LOG2E = math.log2(math.e)
 # Score of a key that is not seen. Finite, because −inf − −inf would be NaN while a row has seen
@@ -38,12 +47,21 @@ def round_up(x: int, multiple: int) -> int:
 class Geometry:
     """Static sizes of a call. Q row tiles of R = group · block_rows rows, J key tiles.
 
+    A tile of rows consists of P parts and a tile of keys of chunks. One that some row does not see
+    wholly is computed part by part, over the chunks that the part needs (x):
+
+        chunk                 0 1 2 3
+        part 0 of every head  . . x x
+        part 1 of every head  . . . x
+
     Attributes:
       batch, kv_heads, group, dim: B, K, G, H.
       rows: T, a multiple of block_rows (the caller pads).
       keys: S, any number: the last key tile may reach beyond it.
       block_rows: rows of each query head in a tile.
       key_tile: keys in a tile.
+      part_rows: rows of each query head in a part; a multiple of LANES, or block_rows.
+      chunk: keys in a chunk; a multiple of LANES.
       interpret: for `pl.pallas_call`.
     """
 
@@ -55,6 +73,8 @@ class Geometry:
     keys: int
     block_rows: int
     key_tile: int
+    part_rows: int
+    chunk: int
     interpret: Any
 
     @property
@@ -75,6 +95,14 @@ class Geometry:
         return -(-self.keys // self.key_tile)
 
     @property
+    def parts(self) -> int:
+        return self.block_rows // self.part_rows
+
+    @property
+    def chunks(self) -> int:
+        return self.key_tile // self.chunk
+
+    @property
     def feature_axis(self) -> int:
         """Which axis of a block of keys is H; the other one is the keys.
 
@@ -88,8 +116,12 @@ class Geometry:
     def score_scale(self) -> float:
         return self.dim**-0.5 * LOG2E
 
-    def bounds(self, lo: jax.Array, hi: jax.Array) -> TileBounds:
+    def bounds(self, lo: jax.Array | np.ndarray, hi: jax.Array | np.ndarray) -> TileBounds:
         return tile_bounds(lo, hi, self.block_rows, self.key_tile, self.keys)
+
+    def part_bounds(self, lo: jax.Array | np.ndarray, hi: jax.Array | np.ndarray) -> TileBounds:
+        """Of every part, the chunks it needs."""
+        return tile_bounds(lo, hi, self.part_rows, self.chunk, self.keys)
 
 
 def to_tiles(x: jax.Array, geometry: Geometry) -> jax.Array:
@@ -113,11 +145,14 @@ def interval_tiles(x: jax.Array, geometry: Geometry) -> jax.Array:
     return to_tiles(rows, geometry)
 
 
-def seen_keys(lo: jax.Array, hi: jax.Array, geometry: Geometry) -> tuple[jax.Array, jax.Array]:
-    """First key that any row of a batch row sees and the one after the last, [B] int32 each."""
+def limits(lo: jax.Array, hi: jax.Array, geometry: Geometry) -> tuple[jax.Array, ...]:
+    """First key that any row of a batch row sees and the one after the last, [B] int32 each; of
+    the chunks that a part sees the same, [B·Q·P] each."""
     seeing = lo < hi
     start = jnp.min(jnp.where(seeing, lo, geometry.keys), axis=1)
-    return start, jnp.max(jnp.where(seeing, hi, 0), axis=1)
+    stop = jnp.max(jnp.where(seeing, hi, 0), axis=1)
+    parts = geometry.part_bounds(lo, hi)
+    return start, stop, parts.first.reshape(-1), (parts.first + parts.count).reshape(-1)
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -129,47 +164,111 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     )
 
 
-def load_rows(ref: Any) -> jax.Array:
-    """A [G, block_rows, H] block as [R, H]."""
-    return ref[...].reshape(-1, ref.shape[-1])
-
-
 def stored_keys(x: jax.Array, geometry: Geometry) -> jax.Array:
     """Keys or values [B, K, S, H] with the axes in the order in which kernels take them."""
     return x if geometry.feature_axis == 1 else x.swapaxes(2, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """What one computation takes of a tile.
+
+    Attributes:
+      row, rows: the first row of each head, and how many.
+      key, keys: the first key, and how many.
+      masked: whether some row may not see all of those keys.
+    """
+
+    row: Any
+    rows: int
+    key: Any
+    keys: int
+    masked: bool
+
+    def heads(self, geometry: Geometry) -> list[pl.Slice | slice]:
+        """Its rows, where those of a tile lie one head after the other."""
+        g = geometry
+        if self.rows == g.block_rows:
+            return [pl.ds(0, g.tile_rows)]
+        return [
+            pl.ds(pl.multiple_of(head * g.block_rows + self.row, self.rows), self.rows)
+            for head in range(g.group)
+        ]
 
 
 class Step(NamedTuple):
     """What the prefetched scalars say of the current grid step."""
 
     action: jax.Array
-    first_key: jax.Array
+    row_tile: jax.Array
+    key_tile: jax.Array
     # Keys of the batch row that any of its rows sees: start <= j < stop.
     start: jax.Array
     stop: jax.Array
+    # The same of the chunks that a part sees, for all parts.
+    part_start: Any
+    part_stop: Any
 
     def when(self, flag: int) -> Callable[[Callable[[], None]], None]:
         return pl.when(self.action & flag != 0)
 
+    def key(self, geometry: Geometry, window: Window) -> jax.Array:
+        """Index of the window's first key."""
+        return self.key_tile * geometry.key_tile + window.key
+
+    def each_window(self, geometry: Geometry, accumulate: Callable[[Window], None]) -> None:
+        """Runs `accumulate` on a full tile at once, else on the chunks that each part needs."""
+        g = geometry
+        self.when(FULL)(lambda: accumulate(Window(0, g.block_rows, 0, g.key_tile, False)))
+
+        @self.when(PARTIAL)
+        def _():
+            @pl.loop(0, g.parts)
+            def _(part):
+                index = self.row_tile * g.parts + part
+                before = self.key_tile * g.chunks
+                first = jnp.maximum(self.part_start[index] - before, 0)
+                count = jnp.minimum(self.part_stop[index] - before, g.chunks) - first
+                row = pl.multiple_of(part * g.part_rows, g.part_rows)
+                key = pl.multiple_of(first * g.chunk, g.chunk)
+                # One softmax over all of a part's chunks costs less than one for each; but how
+                # many keys it takes must be static.
+                for chunks in range(1, g.chunks + 1):
+                    window = Window(row, g.part_rows, key, chunks * g.chunk, True)
+                    pl.when(count == chunks)(functools.partial(accumulate, window))
+
 
 def split_refs(refs: Sequence[Any], geometry: Geometry) -> tuple[Step, Sequence[Any]]:
     """Reads the scalars that `call` prefetches; the other references are the kernel's own."""
-    row_tile, key_tile, action, start, stop = refs[:NUM_SCALARS]
+    row_tile, key_tile, action, start, stop, *parts = refs[:NUM_SCALARS]
     at = pl.program_id(1)
     batch = jax.lax.div(row_tile[at], jnp.int32(geometry.row_tiles))
-    step = Step(action[at], key_tile[at] * geometry.key_tile, start[batch], stop[batch])
+    step = Step(action[at], row_tile[at], key_tile[at], start[batch], stop[batch], *parts)
     return step, refs[NUM_SCALARS:]
 
 
-def load_keys(ref: Any, geometry: Geometry, step: Step) -> jax.Array:
-    """A block of keys or values with zeros for those that no row sees.
+def load_rows(ref: Any, window: Window) -> jax.Array:
+    """The window's rows of a [G, block_rows, H] block, [R, H]."""
+    return ref[:, pl.ds(window.row, window.rows)].reshape(-1, ref.shape[-1])
+
+
+def window_keys(ref: Any, geometry: Geometry, window: Window) -> jax.Array:
+    """The window's keys or values of a block."""
+    keys = pl.ds(window.key, window.keys)
+    return ref[keys] if geometry.feature_axis == 1 else ref[:, keys]
+
+
+def load_keys(ref: Any, geometry: Geometry, step: Step, window: Window) -> jax.Array:
+    """The window's keys or values, with zeros for those that no row sees.
 
     They may be memory that nothing was ever written to, or lie beyond S; a weight of 0 would not
     keep their NaN out of a matrix product.
     """
-    block = ref[...]
+    block = window_keys(ref, geometry, window)
+    if not window.masked:
+        return block
     key = jax.lax.broadcasted_iota(jnp.int32, block.shape, 1 - geometry.feature_axis)
-    key += step.first_key
+    key += step.key(geometry, window)
     return jnp.where((key >= step.start) & (key < step.stop), block, jnp.zeros_like(block))
 
 
@@ -217,7 +316,7 @@ def call(
     kernel: Callable[..., None],
     geometry: Geometry,
     work: WorkList,
-    seen: tuple[jax.Array, jax.Array],
+    limits: tuple[jax.Array, ...],
     inputs: list[tuple[jax.Array, pl.BlockSpec]],
     outputs: list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
     scratch: list[Any],
@@ -255,4 +354,4 @@ def call(
         cost_estimate=cost,
         interpret=g.interpret,
         name=name,
-    )(work.row_tile, work.key_tile, work.action, *seen, *(array for array, _ in inputs))
+    )(work.row_tile, work.key_tile, work.action, *limits, *(array for array, _ in inputs))

@@ -3,6 +3,9 @@
 Interpret mode is taught the wgmma operands it lacks: a left operand in registers (both versions)
 and a transposed right operand (0.10.2).
 """
+# Private interfaces that differ between those versions.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOptionalOperand=false
 
 from __future__ import annotations
 

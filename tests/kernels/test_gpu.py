@@ -98,8 +98,8 @@ def test_matches_float64_as_well_as_plain_bfloat16(simulated, shape):
 
 
 def test_packed_documents_with_blocks_in_any_order_and_nan_beyond_the_last_key(simulated):
-    starts = np.repeat([[0, 40, 180]], [40, 140, 76], axis=1).astype(np.int32)
-    positions = np.arange(256, dtype=np.int32)[None] - starts
+    starts = jnp.asarray(np.repeat([[0, 40, 180]], [40, 140, 76], axis=1), jnp.int32)
+    positions = jnp.arange(256, dtype=jnp.int32)[None] - starts
     anchors = jnp.array([[250, 3, 40, 181, -1, 100, 180, 0]])
     layout = layouts.packed_documents(positions, starts, anchors, block_size=16)
     q, k, v, _, _ = draw(0, 1, 384, 1, 1, 384, 64)

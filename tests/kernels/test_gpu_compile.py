@@ -62,7 +62,7 @@ def test_uses_wgmma_without_spilling_registers(shape, h200, fine, monkeypatch, c
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     op = jax.jit(lambda *x: gpu.interval_attention(*x))
-    program = op.lower(*arrays(shape, h200)).compile().as_text()
+    program = op.lower(*arrays(shape, h200)).compile().as_text() or ""
     (kernel,) = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', program)
     printed = capfd.readouterr()
     said = printed.out + printed.err
@@ -87,7 +87,8 @@ def test_gradients_compile_for_training(h200):
         return jnp.sum(out.astype(jnp.float32)) + jnp.sum(jnp.where(seen, lse, 0.0))
 
     gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-    assert "mosaic_gpu" in gradient.lower(*arrays(shape, h200)).compile().as_text()
+    program = gradient.lower(*arrays(shape, h200)).compile().as_text() or ""
+    assert "mosaic_gpu" in program
 
 
 @pytest.mark.parametrize("name", ["decode/qwen3-8b/verify/4096x8", "train/qwen3-8b"])
@@ -95,4 +96,4 @@ def test_nothing_loops_or_branches_on_the_host(name, h200):
     """XLA on GPUs waits for the condition of such loops and branches."""
     op = jax.jit(lambda *x: gpu.interval_attention(*x))
     text = op.lower(*arrays(by_name(name), h200)).compile().as_text()
-    assert not re.search(r"= .*\b(while|conditional)\(", text)
+    assert text and not re.search(r"= .*\b(while|conditional)\(", text)

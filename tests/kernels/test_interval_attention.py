@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d3d_jax.kernels.interval_attention import api, compiling_for, interval_attention
-from d3d_jax.kernels.interval_attention.xla import TILE_KEYS, TILE_ROWS
+from d3d_jax.kernels.interval_attention.xla import SKIP_KEYS, SKIP_ROWS, TILE_ROWS
 
 
 def dense(q, k, v, lo, hi):
@@ -29,11 +29,11 @@ def dense(q, k, v, lo, hi):
 
 def draw(seed, batch, rows, keys, heads=4, kv_heads=2, dim=8, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
-    q = rng.normal(size=(batch, rows, heads, dim))
-    k, v = rng.normal(size=(2, batch, kv_heads, keys, dim))
+    q = jnp.asarray(rng.normal(size=(batch, rows, heads, dim)), dtype)
+    k, v = jnp.asarray(rng.normal(size=(2, batch, kv_heads, keys, dim)), dtype)
     lo = rng.integers(0, keys + 1, (batch, rows)).astype(np.int32)
     hi = rng.integers(0, keys + 1, (batch, rows)).astype(np.int32)
-    return *(jnp.asarray(x, dtype) for x in (q, k, v)), lo, hi
+    return q, k, v, lo, hi
 
 
 # Few shapes, because each one compiles; what varies freely is the intervals.
@@ -48,7 +48,7 @@ def test_matches_the_definition(implementation, seed, shape):
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
 
 
-@pytest.mark.parametrize("keys", [40, TILE_KEYS, 2 * TILE_KEYS + 5])
+@pytest.mark.parametrize("keys", [40, SKIP_KEYS, 2 * SKIP_KEYS + 5])
 def test_tiles_agree_with_one_piece(keys):
     arrays = draw(0, 2, 2 * TILE_ROWS + 3, keys)
     out, lse = interval_attention(*arrays)
@@ -57,11 +57,25 @@ def test_tiles_agree_with_one_piece(keys):
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [5, TILE_ROWS + 5])
+def test_what_lies_beyond_the_keys_does_not_exist(rows):
+    q, k, v, lo, hi = draw(8, 1, rows, SKIP_KEYS + 10)
+    lo[:, ::3], hi[:, 1::3] = -SKIP_KEYS - 3, SKIP_KEYS + 13
+
+    def attend(q, k, v, lo, hi):
+        out, lse = interval_attention(q, k, v, lo, hi)
+        return jnp.sum(out * out) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0))
+
+    attend = jax.jit(jax.value_and_grad(attend, argnums=(0, 1, 2)))
+    expected = attend(q, k, v, np.maximum(lo, 0), np.minimum(hi, SKIP_KEYS + 10))
+    jax.tree.map(np.testing.assert_array_equal, attend(q, k, v, lo, hi), expected)
+
+
 def test_tiles_of_keys_that_no_row_of_a_tile_sees_are_not_read():
-    q, k, v, lo, hi = draw(6, 1, TILE_ROWS + 9, 4 * TILE_KEYS)
-    lo, hi = np.clip(lo, TILE_KEYS, None), np.clip(hi, 0, 3 * TILE_KEYS)
-    lo[:, TILE_ROWS:] = hi[:, TILE_ROWS:]  # the second tile of rows sees nothing at all
-    outside = np.r_[0:TILE_KEYS, 3 * TILE_KEYS : 4 * TILE_KEYS]
+    q, k, v, lo, hi = draw(6, 1, TILE_ROWS + 9, 4 * SKIP_KEYS)
+    lo, hi = np.clip(lo, SKIP_KEYS, None), np.clip(hi, 0, 3 * SKIP_KEYS)
+    lo[:, -SKIP_ROWS:] = hi[:, -SKIP_ROWS:]  # the last tile of rows sees nothing at all
+    outside = np.r_[0:SKIP_KEYS, 3 * SKIP_KEYS : 4 * SKIP_KEYS]
     spoilt = [x.at[:, :, outside].set(jnp.nan) for x in (k, v)]
 
     def loss(q, k, v):
@@ -102,7 +116,7 @@ def test_gradients_match_autodiff_of_the_reference_through_out_and_lse(rows, key
         )
 
     expected = jax.grad(reference_loss, argnums=(0, 1, 2))(q, k, v)
-    got = jax.grad(lambda *a: loss(*a, "xla"), argnums=(0, 1, 2))(q, k, v)
+    got = jax.grad(lambda q, k, v: loss(q, k, v, "xla"), argnums=(0, 1, 2))(q, k, v)
     for a, b in zip(got, expected, strict=True):
         assert np.isfinite(a).all()
         np.testing.assert_allclose(a, b, atol=2e-5)
@@ -158,7 +172,7 @@ def test_the_platform_s_kernel_is_chosen_where_it_can_do_the_work(caplog):
     api._say.cache_clear()
     for _ in range(2):
         for (platform, dtype, head_dim), expected in wanted.items():
-            with compiling_for(platform):
+            with compiling_for(platform):  # type: ignore[arg-type]
                 assert api.choose(dtype, head_dim) == expected
     said = [record.message for record in caplog.records]
     assert len(said) == len(set(said)) == len(wanted)

@@ -59,7 +59,7 @@ def test_equals_dense_attention_forward_and_backward(in_block):
     np.testing.assert_allclose(packed(q, k, v), softmax_attention(q, k, v, mask), atol=1e-5)
     got = jax.grad(lambda *a: jnp.sum(packed(*a) * weights), argnums=(0, 1, 2))(q, k, v)
     expected = jax.grad(
-        lambda *a: jnp.sum(softmax_attention(*a, mask) * weights), argnums=(0, 1, 2)
+        lambda q, k, v: jnp.sum(softmax_attention(q, k, v, mask) * weights), argnums=(0, 1, 2)
     )(q, k, v)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from d3d_jax.kernels.interval_attention import reference, tpu
-from d3d_jax.kernels.interval_attention.shapes import SHAPES, by_name, intervals
+from d3d_jax.kernels.interval_attention import bench_pairs, reference, tpu, tpu_common
+from d3d_jax.kernels.interval_attention.shapes import SHAPES, Shape, by_name, intervals
 from d3d_jax.kernels.interval_attention.tiles import (
     FIRST,
     FULL,
@@ -25,7 +25,8 @@ from d3d_jax.kernels.interval_attention.tiles import (
 )
 
 SIMULATOR = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-TILES = tpu.Tiles(rows=128, keys=128)
+TILES = tpu.Tiles(rows=128, keys=128, part=None, chunk=128)
+ROWS = 428
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -35,10 +36,16 @@ def no_races(capsys):
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
-@jax.jit
-def attend(q, k, v, lo, hi, d_out, d_lse):
-    """out, lse, dq, dk and dv for the cotangents d_out and d_lse, in tiles of 64 rows per head."""
-    tiles = tpu.Tiles(rows=64 * q.shape[2] // k.shape[1], keys=128)
+@functools.partial(jax.jit, static_argnames="divided")
+def attend(q, k, v, lo, hi, d_out, d_lse, divided=False):
+    """out, lse, dq, dk and dv for the cotangents d_out and d_lse.
+
+    Tiles of 64 rows per head and 128 keys, or of 256 and 256 divided in two parts and two chunks.
+    """
+    group = q.shape[2] // k.shape[1]
+    tiles = tpu.Tiles(rows=64 * group, keys=128, part=None, chunk=128)
+    if divided:
+        tiles = tpu.Tiles(rows=256 * group, keys=256, part=128, chunk=128)
 
     def op(q, k, v):
         return tpu.interval_attention(q, k, v, lo, hi, interpret=SIMULATOR, tiles=tiles)
@@ -65,7 +72,7 @@ def dense(q, k, v, lo, hi, dtype):
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def differentiated(q, k, v, lo, hi, d_out, d_lse, dtype):
-    outputs, pull = jax.vjp(lambda *x: dense(*x, lo, hi, dtype), q, k, v)
+    outputs, pull = jax.vjp(lambda q, k, v: dense(q, k, v, lo, hi, dtype), q, k, v)
     return *outputs, *pull((d_out, d_lse))
 
 
@@ -93,7 +100,7 @@ def draw(seed, batch, rows, heads, kv_heads, keys, dim, dtype):
 
 def draw_training(group, dim, dtype):
     kv_heads = 2 if group == 1 else 1
-    return draw(group, 1, 380, group * kv_heads, kv_heads, 300, dim, dtype)
+    return draw(group, 1, ROWS, group * kv_heads, kv_heads, 300, dim, dtype)
 
 
 def error(got, want):
@@ -114,24 +121,24 @@ def spread(got, want):
 
 
 def training_intervals():
-    """[1, 380]: three documents of 300 tokens and five blocks of 16 rows.
+    """[1, ROWS]: three documents of 300 tokens and eight blocks of 16 rows.
 
     Anchors at 0 (sees nothing), at a document's start (nothing), inside, at the last key, and an
-    unused block. Neither 300 nor 380 is a multiple of a tile, and documents straddle tiles.
+    unused block. Neither 300 nor ROWS is a multiple of a tile, and documents straddle tiles.
     """
     starts = np.repeat([0, 70, 260], [70, 190, 40])
-    anchors = np.array([0, 70, 200, 299])
+    anchors = np.array([0, 70, 90, 130, 200, 259, 299])
     lo = np.concatenate([starts, np.repeat(np.append(starts[anchors], 0), 16)])
     hi = np.concatenate([np.arange(300) + 1, np.repeat(np.append(anchors, 0), 16)])
     return lo[None].astype(np.int32), hi[None].astype(np.int32)
 
 
 def mixed_intervals():
-    """[1, 380]: rows in random order, then rows that see nearly all keys, empty ones among both."""
+    """[1, ROWS]: rows in random order, then rows that see nearly all keys; some are empty."""
     rng = np.random.default_rng(5)
-    lo, hi = (x[0, rng.permutation(380)] for x in training_intervals())
-    lo = np.where(rng.random(380) < 0.5, rng.integers(0, 301, 380), lo)
-    lo[190:], hi[190:] = rng.integers(0, 20, 190), rng.integers(280, 301, 190)
+    lo, hi = (x[0, rng.permutation(ROWS)] for x in training_intervals())
+    lo = np.where(rng.random(ROWS) < 0.5, rng.integers(0, 301, ROWS), lo)
+    lo[190:], hi[190:] = 0, rng.integers(280, 301, ROWS - 190)
     hi[190::5] = lo[190::5]
     return lo[None].astype(np.int32), hi[None].astype(np.int32)
 
@@ -146,14 +153,15 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("group, dim, dtype", CASES)
-def test_training_forward_and_backward(group, dim, dtype):
+def test_training_forward_and_backward(group, dim, dtype, divided):
     (q, k, v), (d_out, d_lse) = draw_training(group, dim, dtype)
     for lo, hi in (training_intervals(), mixed_intervals()):
         # A cotangent of an lse of −inf means nothing, whatever it is.
         poisoned = jnp.where((lo < hi)[..., None], d_lse, jnp.nan)
         arguments = (q, k, v, lo, hi, d_out, poisoned)
-        got, want = attend(*arguments), expected(*arguments)
+        got, want = attend(*arguments, divided=divided), expected(*arguments)
         assert [x.dtype for x in got] == [q.dtype, jnp.float32, q.dtype, q.dtype, q.dtype]
         plain = plain_bfloat16(*arguments) if dtype == "bfloat16" else got
         for name, a, b, c in zip(NAMES, got, want, plain, strict=True):
@@ -183,27 +191,27 @@ def test_decoding_over_a_partly_filled_cache(rows, group, dim, dtype, tiles):
     (q, k, v), _ = draw(7, 3, rows, group * 2, 2, keys, dim, dtype)
     # What lies beyond the filled part must not matter, whatever it is.
     unused = np.arange(keys) >= hi.max(axis=1)[:, None]
-    poisoned = (jnp.where(unused[:, None, :, None], jnp.nan, x) for x in (k, v))
+    bad_k, bad_v = (jnp.where(unused[:, None, :, None], jnp.nan, x) for x in (k, v))
     op = functools.partial(tpu.interval_attention, interpret=SIMULATOR, tiles=tiles)
-    out, lse = jax.jit(op)(q, *poisoned, lo, hi)
+    out, lse = jax.jit(op)(q, bad_k, bad_v, lo, hi)
     want_out, want_lse, *_ = expected(q, k, v, lo, hi, q, jnp.zeros(q.shape[:3]))
     assert error(lse, want_lse) <= 1e-5
     if dtype == "float32":
         assert error(out, want_out) <= 1e-5
     else:
-        plain = reference.interval_attention(q, k, v, lo, hi)[0]
+        plain = reference.interval_attention(q, k, v, *map(jnp.asarray, (lo, hi)))[0]
         assert spread(out, want_out) <= 1.5 * spread(plain, want_out)
 
 
-@pytest.mark.parametrize("group, dim", [(3, 64), (4, 128)])
-def test_keys_that_no_row_sees_may_be_nan_and_get_no_gradient(group, dim):
+@pytest.mark.parametrize("group, dim, divided", [(3, 64, True), (4, 128, False)])
+def test_keys_that_no_row_sees_may_be_nan_and_get_no_gradient(group, dim, divided):
     (q, k, v), cotangents = draw_training(group, dim, "float32")
     lo, hi = training_intervals()
     lo, hi = np.maximum(lo, 140), np.minimum(hi, 250)
     want = expected(q, k, v, lo, hi, *cotangents)
     unseen = (np.arange(300) < 140) | (np.arange(300) >= 250)
     poisoned = (jnp.where(unseen[:, None], jnp.nan, x) for x in (k, v))
-    got = attend(q, *poisoned, lo, hi, *cotangents)
+    got = attend(q, *poisoned, lo, hi, *cotangents, divided=divided)
     for name, a, b in zip(NAMES, got, want, strict=True):
         assert error(a, b) <= 1e-5, name
     for gradient in got[3:]:
@@ -212,7 +220,7 @@ def test_keys_that_no_row_sees_may_be_nan_and_get_no_gradient(group, dim):
 
 def test_nothing_is_seen_at_all():
     (q, k, v), cotangents = draw_training(3, 64, "float32")
-    empty = np.full((1, 380), 60, np.int32)
+    empty = np.full((1, ROWS), 60, np.int32)
     out, lse, *gradients = attend(q, k, v, empty, empty - 1, *cotangents)
     assert np.isneginf(lse).all()
     for x in (out, *gradients):
@@ -234,6 +242,27 @@ def test_a_step_is_run_for_each_needed_tile_and_no_other():
     needed = sum(-(-int(x) // TILES.keys) for x in hi.max(axis=1))
     assert needed == 1 + 2 + 6
     assert len(steps) == len(set(steps)) == 2 * needed
+
+
+def test_as_many_pairs_are_computed_as_the_benchmark_counts(monkeypatch):
+    computed = []
+
+    def load_rows(ref, window):
+        jax.debug.callback(lambda: computed.append(window.rows * window.keys))
+        return tpu_common.load_rows(ref, window)
+
+    shape = Shape("t", 1, 1300, 4, 2, 1300, 64, "train", 1300)
+    lo = np.repeat(np.array([[0, 1100]], np.int32), [1100, 200], axis=1)
+    hi = np.arange(1, 1301, dtype=np.int32)[None]
+    (q, k, v), _ = draw(12, 1, 1300, 4, 2, 1300, 64, "bfloat16")
+    monkeypatch.setattr(tpu, "load_rows", load_rows)
+    monkeypatch.setattr(bench_pairs, "intervals", lambda _: (lo, hi))
+    mode = pltpu.InterpretParams()
+    jax.block_until_ready(tpu.interval_attention(q, k, v, lo, hi, interpret=mode))
+    jax.effects_barrier()
+    # Both heads of keys do the same.
+    assert sum(computed) == 2 * bench_pairs.computed_pairs(shape, "tpu", jnp.bfloat16)
+    assert len(set(computed)) == 5, "full tiles, and one to four chunks"
 
 
 def test_two_cores_share_the_heads():
@@ -327,12 +356,15 @@ def test_bounds_and_work_lists_agree_with_the_dense_mask(sizes, seed, style):
 
 
 @given(st.integers(1, 10_000), st.integers(1, 16), st.sampled_from([128, 512, 1024]))
-def test_rows_are_cut_into_whole_sublanes_with_little_padding(rows, group, most):
-    size = tpu._block_rows(rows, group, most)
+@pytest.mark.parametrize("part", [None, 128])
+def test_rows_are_cut_into_whole_parts_with_little_padding(part, rows, group, most):
+    size, own = tpu._block_rows(rows, group, tpu.Tiles(most, 128, part, 128))
     largest = max(tpu.SUBLANES, most // group // tpu.SUBLANES * tpu.SUBLANES)
-    assert size % tpu.SUBLANES == 0 and size <= largest
+    unit = min(part or tpu.SUBLANES, largest)
+    assert own == (unit if part else size)
+    assert size % unit == 0 and size <= largest
     # As little padding as the fewest possible tiles, all of one size, would have.
-    assert -rows % size < tpu.SUBLANES * -(-rows // largest)
+    assert -rows % size < unit * -(-rows // (largest // unit * unit))
 
 
 def test_named_shapes_have_intervals_inside_their_keys():

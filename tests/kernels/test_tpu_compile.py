@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from d3d_jax.kernels.interval_attention import tpu
+from d3d_jax.kernels.interval_attention import bench_candidates, tpu
 from d3d_jax.kernels.interval_attention.shapes import DECODE, TRAIN, by_name
 
 pytest.importorskip("libtpu", reason="needs the TPU compiler: pip install 'd3d_jax[tpu]'")
@@ -68,7 +68,7 @@ def arrays(shape, dtype):
 
 
 def backward(q, k, v, lo, hi, d_out, d_lse):
-    _, pull = jax.vjp(lambda *x: tpu.interval_attention(*x, lo, hi), q, k, v)
+    _, pull = jax.vjp(lambda q, k, v: tpu.interval_attention(q, k, v, lo, hi), q, k, v)
     return pull((d_out, d_lse))
 
 
@@ -123,3 +123,20 @@ def test_layers_of_one_pass_share_a_work_list(chip):
     compiled = chip.compile(two_layers, *arrays(shape, jnp.bfloat16))
     assert len(kernels(compiled)) == 2
     assert len(re.findall(r" sort\(", compiled.as_text())) == 1
+
+
+@pytest.mark.parametrize("chip", ["v5e"], indirect=True)
+def test_splash_attention_compiles_as_a_yardstick(chip):
+    shape = by_name("train/qwen3-8b")
+    run = bench_candidates.splash(shape)
+
+    def loss(q, k, v):
+        keys, values = (x[:, : shape.clean_rows].swapaxes(1, 2) for x in (k, v))
+        return jnp.sum(run(q, k, v, keys, values, None, None).astype(jnp.float32))
+
+    rows = (shape.batch, shape.rows)
+    q, k = ((*rows, n, shape.head_dim) for n in (shape.heads, shape.kv_heads))
+    arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=chip.sharding) for x in (q, k, k)]
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    program = gradient.lower(*arrays).compile().as_text() or ""
+    assert program.count('custom_call_target="tpu_custom_call"') == 3
