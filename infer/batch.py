@@ -35,6 +35,11 @@ class Batch:
     Args:
       drafter: None decodes plainly.
       capacity: tokens a slot can hold at first.
+
+    Attributes:
+      state, drafts: of the target and of the drafter, if there is one.
+      handover: [B, W] of the next round.
+      settings: on the target's mesh, from `configure` on.
     """
 
     def __init__(
@@ -46,30 +51,30 @@ class Batch:
         capacity: int,
     ):
         self.target, self.drafter, self.config, self.slots = target, drafter, config, slots
-        self._state: TargetState = target.start(slots, capacity)
-        self._drafts: DraftState | None = None
+        self.state: TargetState = target.start(slots, capacity)
+        self.drafts: DraftState | None = None
         # Without drafts a block is its anchor alone.
-        self._handover: jax.Array = target.put(np.zeros((slots, 1), np.int32))
+        self.handover: jax.Array = target.put(np.zeros((slots, 1), np.int32))
         if drafter is not None:
-            self._handover, self._drafts = drafter.start(slots, capacity)
-        self._settings: Settings | None = None
+            self.handover, self.drafts = drafter.start(slots, capacity)
+        self.settings: Settings | None = None
 
     @property
     def capacity(self) -> int:
         """Tokens a slot can hold now."""
-        return self._state.cache.capacity
+        return self.state.cache.capacity
 
     def configure(self, settings: Settings) -> None:
         """What the requests in the slots ask for, from the next dispatch on."""
-        self._settings = self.target.put(settings)
+        self.settings = self.target.put(settings)
 
     def grow(self, capacity: int) -> None:
         """Makes room for at least `capacity` tokens in every slot."""
-        cache = self.target.grown(self._state.cache, capacity)
-        self._state = dataclasses.replace(self._state, cache=cache)
-        if self.drafter is not None and self._drafts is not None:
-            cache = self.drafter.grown(self._drafts.cache, capacity)
-            self._drafts = dataclasses.replace(self._drafts, cache=cache)
+        cache = self.target.grown(self.state.cache, capacity)
+        self.state = dataclasses.replace(self.state, cache=cache)
+        if self.drafter is not None and self.drafts is not None:
+            cache = self.drafter.grown(self.drafts.cache, capacity)
+            self.drafts = dataclasses.replace(self.drafts, cache=cache)
 
     def read(self, pieces: Sequence[Piece]) -> jax.Array:
         """Reads pieces of prompts, at most one a part of the target's batch, on both roles.
@@ -77,53 +82,51 @@ class Batch:
         Returns:
           The report [B, 3] of the first tokens of the prompts that ended.
         """
-        assert self._settings is not None
+        assert self.settings is not None
         (chunk,) = self.target.chunks(pieces, self.slots)
-        report, self._state = self.target.prefill(self._state, self._settings, chunk)
+        report, self.state = self.target.prefill(self.state, self.settings, chunk)
         report.copy_to_host_async()
-        if self.drafter is None or self._drafts is None:
+        if self.drafter is None or self.drafts is None:
             return report
         for chunk in self.drafter.chunks(pieces, self.slots):
-            self._drafts = self.drafter.prefill(self._drafts, chunk)
+            self.drafts = self.drafter.prefill(self.drafts, chunk)
         if ended := [piece for piece in pieces if piece.last]:
             moved = self.drafter.put(report)
             for chunk in self.drafter.chunks(ended, self.slots):
-                self._handover, self._drafts = self.drafter.first_draft(
-                    self._drafts, self._handover, chunk, moved
+                self.handover, self.drafts = self.drafter.first_draft(
+                    self.drafts, self.handover, chunk, moved
                 )
-            self._handover.copy_to_host_async()
+            self.handover.copy_to_host_async()
         return report
 
     def round(self) -> Round:
         """One round of every slot; what its report says goes into the next by itself."""
-        assert self._settings is not None
-        used, block = self._handover, self.target.put(self._handover)
-        if self.drafter is None or self._drafts is None:
-            report, self._state = self.target.verify(self._state, self._settings, block)
+        assert self.settings is not None
+        used, block = self.handover, self.target.put(self.handover)
+        if self.drafter is None or self.drafts is None:
+            report, self.state = self.target.verify(self.state, self.settings, block)
             report.copy_to_host_async()
             return Round(report, None)
         if self.config.mode == "async":
             # The packed pass goes first: it needs nothing from this round's verification.
-            drafts, hidden, prepared = self.drafter.prepare(self._drafts)
-            report, self._state = self.target.verify(self._state, self._settings, block)
-            self._handover, self._drafts = self.drafter.resolve(
+            drafts, hidden, prepared = self.drafter.prepare(self.drafts)
+            report, self.state = self.target.verify(self.state, self.settings, block)
+            self.handover, self.drafts = self.drafter.resolve(
                 drafts, hidden, prepared, self.drafter.put(report), self.config.miss
             )
         else:
-            report, self._state = self.target.verify(self._state, self._settings, block)
-            self._handover, self._drafts = self.drafter.draft(
-                self._drafts, self.drafter.put(report)
-            )
+            report, self.state = self.target.verify(self.state, self.settings, block)
+            self.handover, self.drafts = self.drafter.draft(self.drafts, self.drafter.put(report))
         report.copy_to_host_async()
-        self._handover.copy_to_host_async()
+        self.handover.copy_to_host_async()
         return Round(report, used)
 
     def stop(self, rows: Sequence[int]) -> None:
         """Ends the requests in some slots."""
         mask = np.zeros((self.slots,), bool)
         mask[list(rows)] = True
-        self._state = self.target.stop(self._state, mask)
+        self.state = self.target.stop(self.state, mask)
 
     def wait(self) -> None:
         """Until everything enqueued is done."""
-        jax.block_until_ready((self._state, self._drafts, self._handover))
+        jax.block_until_ready((self.state, self.drafts, self.handover))

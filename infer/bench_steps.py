@@ -85,7 +85,9 @@ def decode(decoding: Decoder, prompt: list[int]) -> dict[str, Any]:
     }
 
 
-def host_alone(target: Target, drafter: DrafterRole, tokens: int) -> dict[str, float]:
+def host_alone(
+    target: Target, drafter: DrafterRole, tokens: int, batch: int = 1
+) -> dict[str, float]:
     """The host's milliseconds per round where it has the machine to itself.
 
     The same programs with as many layers and arrays, but so narrow that computing them takes next
@@ -109,8 +111,8 @@ def host_alone(target: Target, drafter: DrafterRole, tokens: int) -> dict[str, f
     result = {}
     for mode in ("plain", "sync", "async"):
         decoding = Decoder(small, small_drafter, DecodeConfig(mode=mode, max_new_tokens=tokens))
-        decoding.generate([[1, 2, 3]])
-        decoding.generate([[1, 2, 3]])
+        decoding.generate([[1, 2, 3]] * batch)
+        decoding.generate([[1, 2, 3]] * batch)
         result[mode] = 1e3 * decoding.timing.host / decoding.timing.rounds
     return result
 

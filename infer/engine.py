@@ -189,15 +189,13 @@ class Engine:
             raise D3DError(self._failure) from error
 
     def _step(self) -> list[tuple[int, list[int]]]:
-        clock = time.perf_counter()
-        self._began = self._began or clock
+        self._began = self._began or time.perf_counter()
         self._admit()
         while sum(flight.is_round for flight in self._flying) <= AHEAD and self._dispatch():
             pass
         if not self._flying:
             return []
         flight = self._flying.popleft()
-        self.timing.host += time.perf_counter() - clock
         # The only wait: for a report whose successor is already under way.
         jax.block_until_ready(flight.report)
         now = time.perf_counter()
@@ -255,6 +253,21 @@ class Engine:
 
     def _dispatch(self) -> bool:
         """Reads prompts, then one round; False where no request is decoding after that."""
+        self._read_prompts()
+        if not any(r.decoding for r in self._live):
+            return False
+        clock = time.perf_counter()
+        assert self._batch is not None
+        self._make_room()
+        dispatched = self._batch.round()
+        owners = tuple(r if r and r.decoding else None for r in self._slots)
+        self._flying.append(_Flight(dispatched.report, owners, dispatched.handover, is_round=True))
+        self.timing.rounds += 1
+        self.timing.host += time.perf_counter() - clock
+        return True
+
+    def _read_prompts(self) -> None:
+        """Dispatches pieces of prompts, not too many where other requests wait for their round."""
         # Where nobody waits for a token there is no reason to stop reading.
         room = PREFILL_TOKENS if any(r.decoding for r in self._live) else None
         while (room is None or room > 0) and (found := self._next_pieces()):
@@ -266,17 +279,6 @@ class Engine:
             if any(owners):
                 self._flying.append(_Flight(report, tuple(owners), None, is_round=False))
             room = None if room is None else room - max(len(piece.tokens) for piece in found)
-        if not any(r.decoding for r in self._live):
-            return False
-        assert self._batch is not None
-        self._make_room()
-        dispatched = self._batch.round()
-        self.timing.rounds += 1
-        owners = [r if r and r.decoding else None for r in self._slots]
-        self._flying.append(
-            _Flight(dispatched.report, tuple(owners), dispatched.handover, is_round=True)
-        )
-        return True
 
     def _next_pieces(self) -> list[Piece]:
         """The next piece of one prompt in each part of the target's batch."""

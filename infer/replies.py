@@ -50,8 +50,8 @@ class Timing:
     Attributes:
       prefill: from the first dispatch to the first tokens read.
       decode: from then until the last token was read.
-      host: spent by the host on its own: dispatching rounds and handling what they reported, not
-        waiting for a device.
+      host: spent by the host on its own: dispatching rounds and handling what was reported, not
+        waiting for a device and not dispatching the reading of prompts.
       rounds: dispatched.
     """
 

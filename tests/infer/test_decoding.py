@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from d3d_jax import acceptance
-from d3d_jax.branches import Rectangle
+from d3d_jax.branches import BestFirst, Rectangle
 from d3d_jax.config import DecodeConfig
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.decoding import Decoder
@@ -52,6 +52,7 @@ DRAFTERS = {
     "causal block": dict(in_block="causal"),
     "reduced vocabulary": dict(vocab=tuple(range(0, VOCAB, 2))),
     "block of 2": dict(block_size=2),
+    "block of 16": dict(block_size=16),
 }
 
 
@@ -71,7 +72,10 @@ def roles(kind="shift 1", model_type="qwen3", stop_ids=(), policy=(3, 2), device
     first, last = jax.devices()[0], jax.devices()[devices - 1]
     target = Target(config, decoder.unstack(params), make_mesh([first]), stop_ids)
     width = drafter.drafter.block_size
-    policy = Rectangle(min(policy[0], width), policy[1], width)
+    if isinstance(policy, int):
+        policy = BestFirst(policy, width)
+    else:
+        policy = Rectangle(min(policy[0], width), policy[1], width)
     return target, DrafterRole(drafter, decoder.unstack(own), make_mesh([last]), policy)
 
 
@@ -86,7 +90,7 @@ def test_the_target_is_worth_decoding():
             assert len(set(tokens)) > 7
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", [kind for kind in DRAFTERS if kind != "block of 16"])
 @pytest.mark.parametrize("mode", ["plain", "sync", "async"])
 def test_promise_3_every_mode_says_what_the_target_says(mode, kind):
     replies = decode(mode, *roles(kind))
@@ -161,14 +165,27 @@ def outcome_report(drafter, emitted):
     return drafter.put(report)
 
 
-@pytest.mark.parametrize("kind", ["shift 1", "shift 0"])
-def test_a_prepared_branch_is_the_synchronous_draft_of_its_outcome(kind):
-    """Every outcome, hit or miss: resolve and draft hand over the same block and cache length."""
-    target, drafter = roles(kind, policy=(4, 2))
+@pytest.mark.parametrize(
+    "kind, policy, budget",
+    [
+        ("shift 1", (4, 2), 32),
+        ("shift 0", (4, 2), 32),
+        ("shift 1", 9, 40),
+        ("block of 16", (12, 2), 384),
+        ("block of 16", (12, 5), 912),
+    ],
+)
+def test_a_prepared_branch_is_the_synchronous_draft_of_its_outcome(kind, policy, budget):
+    """Every outcome, hit or miss: resolve and draft hand over the same block and cache length.
+
+    384 and 912 rows are the paper's packed passes.
+    """
+    target, drafter = roles(kind, policy=policy)
+    assert drafter.policy.budget == budget
     width = drafter.width
 
     def state():
-        return started(target, drafter, PROMPTS[:1])[0]._drafts
+        return started(target, drafter, PROMPTS[:1])[0].drafts
 
     block = np.asarray(state().block.tokens)[0].tolist()
     prepared = drafter.prepare(state())[2]
@@ -227,7 +244,7 @@ def test_frozen_rows_keep_their_length_on_both_sides():
     lengths = [len(prompt) for prompt in PROMPTS]
     report = np.asarray(batch.round().report)
     assert report[0].tolist() == [0, 0] + [-1] * drafter.width
-    for cache in (batch._state.cache, batch._drafts.cache):
+    for cache in (batch.state.cache, batch.drafts.cache):
         assert cache.length[0] == lengths[0] and (cache.length[1:] > np.array(lengths[1:])).all()
-    _, drafts = drafter.draft(batch._drafts, drafter.put(report))
+    _, drafts = drafter.draft(batch.drafts, drafter.put(report))
     assert drafts.cache.length[0] == lengths[0]

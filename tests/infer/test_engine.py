@@ -79,7 +79,7 @@ def test_reuse_never_waits():
     for prompt in PROMPTS:
         engine.submit(prompt)
     engine.step()
-    drafts, hidden, prepared = drafter.prepare(engine._batch._drafts)
+    drafts, hidden, prepared = drafter.prepare(engine._batch.drafts)
     report = drafter.put(np.zeros((4, drafter.width + 2), np.int32))
     arrays = (prepared.anchors, prepared.offsets, prepared.outcome)
 

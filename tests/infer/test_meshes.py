@@ -75,10 +75,10 @@ def programs(placement):
     """A batch that has read its prompts, and the lowered verify, draft and prepare steps."""
     target, drafter = roles(*PLACEMENTS[placement])
     batch, report = started(target, drafter, PROMPTS)
-    report, state, drafts = drafter.put(np.asarray(report)), batch._state, batch._drafts
-    block = target.put(batch._handover)
+    report, state, drafts = drafter.put(np.asarray(report)), batch.state, batch.drafts
+    block = target.put(batch.handover)
     return batch, (
-        target._verify.lower(target.params, state, batch._settings, block),
+        target._verify.lower(target.params, state, batch.settings, block),
         drafter._draft.lower(drafter.params, drafts, report),
         drafter._prepare.lower(drafter.params, drafts.cache, drafts.block),
     )
@@ -106,13 +106,13 @@ def test_data_parallel_steps_gather_only_the_report():
 
 def test_caches_are_split_by_kv_heads_and_rows():
     batch, _ = programs("data 2 x tensor 2, drafter split")
-    report, cache = batch.round().report, batch._state.cache
+    report, cache = batch.round().report, batch.state.cache
     assert report.sharding.is_fully_replicated
     for keys, values in cache.layers:
         for buffer in (keys, values):
             assert buffer.sharding.shard_shape(buffer.shape) == (2, 1, 256, 16)
     batch.grow(300)
-    assert batch._state.cache.layers[0][0].sharding.shard_shape((4, 2, 512, 16)) == (2, 1, 512, 16)
+    assert batch.state.cache.layers[0][0].sharding.shard_shape((4, 2, 512, 16)) == (2, 1, 512, 16)
 
 
 def test_the_drafter_takes_a_device_that_the_target_leaves_free():

@@ -4,13 +4,21 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import d3d_jax
+from d3d_jax import layout
+from d3d_jax.config import DecodeConfig
 from d3d_jax.drafter import read_drafter
+from d3d_jax.infer.batch import Batch
 from d3d_jax.infer.loading import load_drafter, shipped_drafter
 from d3d_jax.infer.model import load_model
+from d3d_jax.infer.role import CHUNKS, pieces
+from d3d_jax.infer.target import Settings
+from d3d_jax.models import decoder
+from d3d_jax.sampling import SamplingParams
 from d3d_jax.train.acceptance import OfflineAcceptance
 from tests.tiny_models import Documents
 
@@ -76,6 +84,60 @@ def test_every_mode_says_the_same(model, drafter, prompts):
             assert reply.token_ids == plain.token_ids
             assert reply.finish_reason == plain.finish_reason
     assert sum(r.rounds for r in replies["sync"]) < sum(r.rounds for r in replies["plain"])
+
+
+def test_modes_sample_the_same(model, drafter, prompts):
+    sampling = [
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=seed, max_new_tokens=48)
+        for seed in range(4)
+    ]
+    said = [
+        model.decoder(drafter, mode=mode, slots=slots).generate(prompts[:4], sampling)
+        for mode, slots in (("plain", 1), ("sync", 4), ("async", 3))
+    ]
+    plain, *others = [[reply.token_ids for reply in replies] for replies in said]
+    assert others == [plain] * 2
+    assert plain != [
+        reply.token_ids for reply in model.decoder(max_new_tokens=48).generate(prompts[:4])
+    ]
+
+
+def test_a_prompt_of_eight_thousand_tokens_is_read_in_chunks(model, drafter, prompts):
+    """The model's limit is 8,192. Every mode says the same after it."""
+    ids = [token for prompt in prompts * 20 for token in prompt][:8000]
+    said = [
+        model.decoder(drafter, mode=mode, max_new_tokens=8).generate([ids])[0].token_ids
+        for mode in ("plain", "async")
+    ]
+    assert said[0] == said[1] and len(said[0]) > 1
+    rows = layout.causal(jnp.zeros((1,), jnp.int32), len(ids))
+    hidden, _ = decoder.forward(model.config, model.target.params, jnp.array([ids]), rows)
+    scores = decoder.logits(model.target.params, hidden[:, -1])
+    assert said[0][0] == int(scores.argmax())
+
+
+def test_steps_need_a_tenth_more_memory_than_weights_and_caches(model, drafter):
+    """At batch 16: what each compiled step allocates beside its arguments."""
+    for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9)):
+        batch = Batch(model.target, drafter, DecodeConfig("async"), slots=16, capacity=1024)
+        batch.configure(Settings.of([sampling] * 16, [9] * 16, [frozenset()] * 16))
+        target, state, drafts = model.target, batch.state, batch.drafts
+        (chunk,) = target.chunks(pieces(0, [1] * CHUNKS[-1]), 16)
+        (drafter_chunk,) = drafter.chunks(pieces(0, [1] * CHUNKS[-1]), 16)
+        block = target.put(batch.handover)
+        steps = {
+            "verify": target._verify.lower(target.params, state, batch.settings, block),
+            "read": target._prefill.lower(target.params, state, batch.settings, chunk),
+            "prepare": drafter._prepare.lower(drafter.params, drafts.cache, drafts.block),
+            "draft's read": drafter._prefill.lower(drafter.params, drafts.cache, drafter_chunk),
+        }
+        held = sum(
+            leaf.nbytes
+            for leaf in jax.tree.leaves((target.params, drafter.params, state.cache, drafts.cache))
+        )
+        for name, step in steps.items():
+            memory = step.compile().memory_analysis()
+            assert memory.temp_size_in_bytes < 0.1 * held, name
 
 
 def test_offline_tau_of_the_shipped_drafter_is_decoded_tau(model, drafter, prompts):
