@@ -34,9 +34,10 @@ def model(folders):
 
 
 def readme_example() -> str:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (example,) = [block for block in blocks if "load_model" in block]
-    return example
+    """Every Python block of the README, one program."""
+    first, *others = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert "load_model" in first and len(first.strip().splitlines()) <= 10
+    return "".join([first, *others])
 
 
 def run(program: str) -> str:
@@ -49,19 +50,21 @@ def run(program: str) -> str:
 
 def test_the_example_of_the_readme_runs_on_a_tiny_model(folders):
     example = readme_example()
-    assert len(example.strip().splitlines()) <= 10 and f'"{SHIPPED}"' in example
+    assert f'"{SHIPPED}"' in example and "Engine(" in example
     example = example.replace(f'"{SHIPPED}"', repr(str(folders / "target")))
     drafter = f"load_drafter(model, {str(folders / 'drafter')!r})  #"
     example = example.replace("load_drafter(model)  #", drafter)
     printed = run("import jax; jax.config.update('jax_num_cpu_devices', 2)\n" + example)
     vocab = checkpoint.read_config(folders / "target")[0].vocab_size
-    assert re.search(rf" (length|stop)\n\(1, \d+, {vocab}\)\n$", printed), printed
+    # The reply of the engine's request is printed last; what a random model says may be empty.
+    assert re.search(rf" (length|stop)\n\(1, \d+, {vocab}\)\n.*\n$", printed, re.DOTALL), printed
 
 
 @pytest.mark.slow
 def test_the_example_of_the_readme_runs_as_it_is():
     printed = run(readme_example())
-    assert re.search(r"blue.* \d\.\d+ (stop|length)\n\(1, \d+, 49152\)\n$", printed, re.DOTALL)
+    expected = r"blue.* \d\.\d+ (stop|length)\n\(1, \d+, 49152\)\n.*\w+.*\n$"
+    assert re.search(expected, printed, re.DOTALL)
 
 
 def test_everything_public_is_there_and_documented():

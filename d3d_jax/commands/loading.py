@@ -18,6 +18,7 @@ from d3d_jax.config import Mode
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.loading import DrafterFiles, drafter_caveat, open_drafter, shipped_drafter
+from d3d_jax.infer.measure import share_hardware
 from d3d_jax.infer.model import ModelFiles, open_model
 from d3d_jax.infer.placement import role_meshes
 from d3d_jax.infer.replies import check_prompts, longest_sequence
@@ -63,8 +64,11 @@ class DecoderFiles:
         """Reads the weights; for the arguments see `Model.decoder`."""
         dtype = None if self.options.dtype is None else jnp.dtype(self.options.dtype)
         model = self.target.load(self.mesh, dtype)
+        drafter = self.drafter and self.drafter.load(model)
+        if drafter and self.options.mode == "async" and share_hardware(model.target, drafter):
+            note("target and drafter share hardware: sync is expected to be faster than async here")
         return model.decoder(
-            self.drafter and self.drafter.load(model),
+            drafter,
             mode=self.options.mode,
             max_new_tokens=max_new_tokens,
             max_length=self.options.max_length,

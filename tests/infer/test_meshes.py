@@ -65,6 +65,14 @@ def test_every_placement_says_the_same(placement, mode):
     assert sum(reply.rounds for reply in decoding.replies) < 45  # 60 without a draft accepted
 
 
+def test_freed_slots_of_every_part_are_filled_again():
+    """Five requests in two slots, one for each half of the data axis; the drafter has one part."""
+    target, drafter = roles((0, 1, 2, 3), 2, (4,))
+    decoding = Decoder(target, drafter, DecodeConfig("async", LENGTH), slots=2)
+    replies = decoding.generate([*PROMPTS, PROMPTS[0]])
+    assert [reply.token_ids for reply in replies] == [*models()[1], models()[1][0]]
+
+
 def test_a_single_prompt_is_decoded_by_every_part_of_a_data_axis():
     target, drafter = roles(*PLACEMENTS["data 2 x tensor 2, drafter split"])
     decoding = Decoder(target, drafter, DecodeConfig(mode="plain", max_new_tokens=LENGTH))

@@ -121,6 +121,29 @@ def test_a_split_target_is_dispatched_before_its_drafts_are_there(mode, monkeypa
     flags[-1].set()
 
 
+def test_both_roles_read_a_prompt_at_once(monkeypatch):
+    """The drafter has read it before the target says its first token."""
+    flags: list[Flag] = []
+    read, read_target = DrafterRole.prefill, Target.prefill
+
+    def late(*args):
+        report, state = read_target(*args)
+        flags.append(Flag(jax.devices()[0]))
+        return wait_for(flags[-1].array, report), state
+
+    def done(*args):
+        state = read(*args)
+        jax.block_until_ready(state.cache)
+        flags[-1].set()
+        return state
+
+    monkeypatch.setattr(Target, "prefill", late)
+    monkeypatch.setattr(DrafterRole, "prefill", done)
+    decoding = Decoder(*roles(), DecodeConfig("async", LENGTH))
+    assert [reply.token_ids for reply in decoding.generate(PROMPTS)] == expected()
+    assert len(flags) == len(PROMPTS)
+
+
 @pytest.mark.parametrize("mode", ["plain", "sync", "async"])
 def test_promise_4_the_host_reads_no_array_that_is_not_ready(mode, monkeypatch):
     """It waits for a report in one place, and then reads what is there."""
