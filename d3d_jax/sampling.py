@@ -50,7 +50,7 @@ class SamplingParams:
       min_p: keep tokens at least this probable relative to the most likely one; 0 keeps all.
       seed: of the noise; the same request with the same seed says the same again.
       max_new_tokens: limit of the reply, in tokens.
-      stop: strings that end the reply.
+      stop: strings that end the reply, looked for in its text, which has no special tokens.
       stop_token_ids: tokens that end the reply, beside the model's own.
     """
 

@@ -19,6 +19,7 @@ from d3d_jax.config import DecodeConfig
 from d3d_jax.infer.drafter import DrafterRole, DraftState
 from d3d_jax.infer.role import Piece
 from d3d_jax.infer.target import Settings, Target, TargetState
+from d3d_jax.sampling import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +65,9 @@ class Batch:
         """Tokens a slot can hold now."""
         return self.state.cache.capacity
 
-    def configure(self, settings: Settings) -> None:
+    def configure(self, params: Sequence[SamplingParams], limits: Sequence[int]) -> None:
         """What the requests in the slots ask for, from the next dispatch on."""
-        self.settings = self.target.put(settings)
+        self.settings = self.target.settings(params, limits)
 
     def grow(self, capacity: int) -> None:
         """Makes room for at least `capacity` tokens in every slot."""
@@ -88,13 +89,14 @@ class Batch:
         report.copy_to_host_async()
         if self.drafter is None or self.drafts is None:
             return report
-        for chunk in self.drafter.chunks(pieces, self.slots):
+        chunks = list(self.drafter.chunks(pieces, self.slots))
+        for chunk in chunks:
             self.drafts = self.drafter.prefill(self.drafts, chunk)
-        if ended := [piece for piece in pieces if piece.last]:
+        if any(piece.last for piece in pieces):
             moved = self.drafter.put(report)
-            for chunk in self.drafter.chunks(ended, self.slots):
+            for chunk in chunks:
                 self.handover, self.drafts = self.drafter.first_draft(
-                    self.drafts, self.handover, chunk, moved
+                    self.drafts, self.handover, chunk.place, moved
                 )
             self.handover.copy_to_host_async()
         return report

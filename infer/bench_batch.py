@@ -30,7 +30,6 @@ from d3d_jax.infer.measure import Spread, timed
 from d3d_jax.infer.model import Model, load_model
 from d3d_jax.infer.placement import role_meshes
 from d3d_jax.infer.role import pieces
-from d3d_jax.infer.target import Settings
 from d3d_jax.sampling import SamplingParams
 
 WAYS = {
@@ -88,8 +87,7 @@ def cost_of_misses(
     """Milliseconds of resolving a batch in which none, one or every row missed (`stall`)."""
     config = DecodeConfig("async")
     batch = Batch(model.target, drafter, config, rows, len(prompt) + 4 * drafter.width)
-    stops: list[frozenset[int]] = [frozenset()] * rows
-    batch.configure(Settings.of([SamplingParams()] * rows, [2**30] * rows, stops))
+    batch.configure([SamplingParams()] * rows, [2**30] * rows)
     for slot in range(rows):
         for piece in pieces(slot, prompt):
             batch.read([piece])

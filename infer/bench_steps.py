@@ -28,7 +28,7 @@ from d3d_jax.infer.loading import load_drafter, shipped_drafter
 from d3d_jax.infer.measure import Spread, prefilled, timed
 from d3d_jax.infer.model import load_model
 from d3d_jax.infer.placement import role_meshes
-from d3d_jax.infer.target import Settings, Target
+from d3d_jax.infer.target import Target
 from d3d_jax.models import decoder
 from d3d_jax.models.sharding import make_mesh
 from d3d_jax.sampling import SamplingParams
@@ -51,7 +51,7 @@ def streaming_rate() -> Spread:
 def step_times(target: Target, prompt: list[int], rows: int, cached: int) -> Spread:
     """A verification of `rows` rows (1: a plain step) with about `cached` tokens in the cache."""
     ids = (prompt * (cached // len(prompt) + 1))[:cached]
-    settings = target.put(Settings.of([SamplingParams()], [2**30], [frozenset()]))
+    settings = target.settings([SamplingParams()], [2**30])
     _, state = prefilled(target, settings, ids, cached + 64)
     block = target.put(np.zeros((1, rows), np.int32))
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from d3d_jax.config import DecodeConfig
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.batch import Batch
 from d3d_jax.infer.drafter import DrafterRole
-from d3d_jax.infer.engine import AHEAD, Engine
+from d3d_jax.infer.engine import Engine, planned
 from d3d_jax.infer.replies import Reply, Timing, check_prompts, longest_sequence
 from d3d_jax.infer.role import CHUNKS, Piece, pieces
-from d3d_jax.infer.target import Settings, Target
+from d3d_jax.infer.target import Target
 from d3d_jax.models import cache as caches
 from d3d_jax.models.tokenizer import Tokenizer
 from d3d_jax.sampling import SamplingParams
@@ -27,7 +28,7 @@ class Decoder:
       tokenizer: needed for stop strings only.
 
     Raises:
-      D3DError: no drafter where one is needed.
+      D3DError: no drafter where one is needed, or no slots.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class Decoder:
     ):
         if config.mode != "plain" and drafter is None:
             raise D3DError(f"mode {config.mode} needs a drafter")
+        if slots is not None and (type(slots) is not int or slots < 1):
+            raise D3DError(f"slots must be a whole number of at least 1, found {slots!r}")
         self.target, self.config, self.slots, self.tokenizer = target, config, slots, tokenizer
         self.drafter = drafter if config.mode != "plain" else None
         self.limit = longest_sequence(target.config, config.max_length)
@@ -80,9 +83,15 @@ class Decoder:
         return self.replies
 
     def engine(self, requests: int) -> Engine:
-        """The engine that decodes so many requests: no more slots than they need."""
-        slots = min(self.slots or requests, requests)
+        """The engine that decodes so many requests."""
+        slots = self._slots(requests)
         return Engine(self.target, self.drafter, self.config, slots, self.tokenizer)
+
+    def _slots(self, requests: int) -> int:
+        """No more than the requests need, but as many as can be split over both roles' devices."""
+        slots = requests if self.slots is None else min(self.slots, requests)
+        split = math.lcm(*(role.row_split for role in (self.target, self.drafter) if role))
+        return -(-slots // split) * split
 
     def check(self, prompts: list[list[int]]) -> None:
         """Raises `D3DError` for a prompt that cannot be decoded, or none at all."""
@@ -103,13 +112,14 @@ class Decoder:
           params: settings that need the same programs; None: greedy.
         """
         new = new_tokens or self.config.max_new_tokens
-        slots = min(self.slots or len(prompts), len(prompts))
+        slots = self._slots(len(prompts))
         found = [self.programs(prompt) for prompt in prompts]
         chunks = {rows for chunks, _ in found for rows in chunks}
         # A request that takes a freed slot is read at the capacity the caches have by then.
         later = slots < len(prompts)
         first = (min if later else max)(capacity for _, capacity in found)
-        last = self._capacity(min(max(map(len, prompts)) + new, self.limit))
+        longest = max(map(len, prompts))
+        last = caches.bucketed(min(longest + new, self.limit))
         self._compile(slots, sorted(chunks), (first, last), later, params)
 
     def warm_up_all(
@@ -124,17 +134,18 @@ class Decoder:
           params: settings that need the same programs; None: greedy.
           progress: called with the number of capacities done and in all.
         """
-        capacities = self._capacity(1), self._capacity(self.limit)
-        self._compile(batch, CHUNKS, capacities, True, params, progress)
+        capacities = caches.bucketed(1), caches.bucketed(self.limit)
+        self._compile(self._slots(batch), CHUNKS, capacities, True, params, progress)
 
     def programs(self, prompt: list[int]) -> tuple[tuple[int, ...], int]:
-        """What decoding of a prompt begins with: rows of the chunks it is read in, and capacity."""
-        rows = {next(r for r in CHUNKS if r >= len(p.tokens)) for p in pieces(0, prompt)}
-        return tuple(sorted(rows)), self._capacity(len(prompt))
+        """What decoding of a prompt begins with: rows of the chunks it is read in, and capacity.
 
-    def _capacity(self, length: int) -> int:
-        """Of the caches of an engine whose longest request has so many tokens."""
-        return caches.bucketed(length + (self.drafter.width if self.drafter else 1) * (AHEAD + 2))
+        Of a prompt whose limit of tokens is the configuration's.
+        """
+        rows = {next(r for r in CHUNKS if r >= len(p.tokens)) for p in pieces(0, prompt)}
+        width = self.drafter.width if self.drafter else 1
+        limit = min(self.config.max_new_tokens, self.limit - len(prompt))
+        return tuple(sorted(rows)), caches.bucketed(planned(len(prompt), 0, limit, width))
 
     def _compile(
         self,
@@ -149,7 +160,7 @@ class Decoder:
         first, last = capacities
         batch = Batch(self.target, self.drafter, self.config, slots, first)
         one = params or SamplingParams()
-        batch.configure(Settings.of([one] * slots, [1] * slots, [frozenset()] * slots))
+        batch.configure([one] * slots, [1] * slots)
         total = (last // first).bit_length()
         for done in range(total):
             progress(done, total)

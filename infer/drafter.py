@@ -18,7 +18,7 @@ from d3d_jax import acceptance, layout
 from d3d_jax.branches import Branches, Policy
 from d3d_jax.config import Miss
 from d3d_jax.drafter import Drafter, candidates, predictions
-from d3d_jax.infer.role import Chunk, Role
+from d3d_jax.infer.role import Chunk, Place, Role
 from d3d_jax.models import cache as caches
 from d3d_jax.models import decoder, sharding
 from d3d_jax.models.cache import KVCache
@@ -108,15 +108,16 @@ class DrafterRole(Role):
         return dataclasses.replace(state, cache=self._prefill(self.params, state.cache, chunk))
 
     def first_draft(
-        self, state: DraftState, handover: jax.Array, chunk: Chunk, report: jax.Array
+        self, state: DraftState, handover: jax.Array, place: Place, report: jax.Array
     ) -> tuple[jax.Array, DraftState]:
         """Drafts the first block of the slots whose prompts ended in a chunk.
 
         Args:
+          place: of the chunk.
           report: [B, 3] of the target's prefill, which names their anchors.
         """
         handover, block = self._first(
-            self.params, state.cache, state.block, handover, chunk, report
+            self.params, state.cache, state.block, handover, place, report
         )
         return handover, dataclasses.replace(state, block=block)
 
@@ -182,15 +183,15 @@ class DrafterRole(Role):
         hidden, _ = decoder.forward(self.config, params, anchor[:, None], rows, cache)
         return self._read(params, hidden, anchor)
 
-    def _first_step(self, params, cache, block: Block, handover, chunk: Chunk, report):
+    def _first_step(self, params, cache, block: Block, handover, place: Place, report):
         batch = handover.shape[0]
-        slots = chunk.rows(batch)
-        own = caches.take(cache, chunk.slot).at(chunk.start + chunk.count)
+        slots = place.rows(batch)
+        own = caches.take(cache, place.slot).at(place.start + place.count)
         anchor = acceptance.last_token(report).at[slots].get(mode="clip")
         fresh = self._one_block(params, own, anchor)
         # Slots whose prompts go on keep what they have: their first block comes later.
-        ended = jnp.where(chunk.last, slots, batch)
-        first = _handover(jnp.zeros(chunk.count.shape, bool), fresh)
+        ended = jnp.where(place.last, slots, batch)
+        first = _handover(jnp.zeros(place.count.shape, bool), fresh)
         handover = handover.at[ended].set(first, mode="drop")
         return sharding.replicate((handover, block.at(ended, fresh)))
 

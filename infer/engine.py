@@ -9,12 +9,16 @@
 The host dispatches ahead and reads late: a round's report is read when the next round is under way.
 A row that has stopped is frozen on the device, so rounds dispatched past a stop emit nothing and
 are dropped exactly.
+
+A round is one program for all slots. It is compiled again where the caches grow, and where the
+first request joins that samples, or that filters what it samples from (`Decoder.warm_up`).
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterable
 
@@ -29,7 +33,7 @@ from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.replies import Reply, Timing, check_prompts, longest_sequence
 from d3d_jax.infer.role import Piece, pieces
 from d3d_jax.infer.stop_strings import StopStrings
-from d3d_jax.infer.target import Settings, Target
+from d3d_jax.infer.target import Target
 from d3d_jax.models.tokenizer import Tokenizer
 from d3d_jax.sampling import SamplingParams
 
@@ -37,6 +41,17 @@ from d3d_jax.sampling import SamplingParams
 AHEAD = 1
 # Prompt tokens read between two rounds while other requests are decoding.
 PREFILL_TOKENS = 2048
+
+
+def planned(prompt: int, emitted: int, limit: int, width: int) -> int:
+    """Tokens that a slot must have room for before another round is dispatched.
+
+    Args:
+      prompt, emitted: tokens of the prompt, and of the reply as far as the host has read it.
+      limit: of the reply.
+      width: W, which each of the rounds in flight may add.
+    """
+    return prompt + min(emitted + width * (AHEAD + 2), limit)
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,7 +76,7 @@ class _Request:
     @property
     def decoding(self) -> bool:
         """Whether rounds emit tokens of it, as far as the host knows."""
-        return not self.unread and self.reply.finish_reason is None
+        return not self.unread and self.reply.finish_reason is None and self.limit > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +101,8 @@ class Engine:
 
     Args:
       drafter: None decodes plainly, whatever the configuration's mode.
-      slots: B, requests decoded at a time.
+      slots: B, requests decoded at a time. A mesh's data and fsdp axes split them where they divide
+        them; else their devices repeat each other.
       tokenizer: needed for stop strings only.
 
     Raises:
@@ -118,6 +134,7 @@ class Engine:
         self.timing = Timing()
         self._tokenizer = tokenizer
         self._requests: dict[int, _Request] = {}
+        self._numbers = itertools.count()
         self._waiting: collections.deque[_Request] = collections.deque()
         self._slots: list[_Request | None] = [None] * slots
         self._flying: collections.deque[_Flight] = collections.deque()
@@ -132,15 +149,21 @@ class Engine:
           params: None: greedy, with the configuration's limit of tokens.
 
         Raises:
-          D3DError: a prompt that cannot be decoded, or stop strings without a tokenizer.
+          D3DError: a prompt that cannot be decoded, stop strings without a tokenizer, or a device
+            failed before.
         """
+        if self._failure is not None:
+            raise D3DError(self._failure)
+        prompt = list(prompt)  # the caller's may change while it waits
         check_prompts([prompt], self.target.config, self.limit)
         params = params or SamplingParams(max_new_tokens=self.config.max_new_tokens)
+        if not isinstance(params, SamplingParams):
+            raise D3DError(f"a request takes SamplingParams, found {params!r}")
         if params.stop and self._tokenizer is None:
             raise D3DError("stop strings need a tokenizer; give the engine one, or stop_token_ids")
         stops = StopStrings(self._tokenizer, params.stop) if params.stop else None  # type: ignore[arg-type]
         request = _Request(
-            len(self._requests),
+            next(self._numbers),
             prompt,
             params,
             min(params.max_new_tokens, self.limit - len(prompt)),
@@ -152,10 +175,17 @@ class Engine:
         return request.id
 
     def cancel(self, request: int) -> None:
-        """Ends a request where it is; the others are not touched."""
-        found = self._requests[request]
+        """Ends a request where it is; the others are not touched.
+
+        Raises:
+          D3DError: there is no such request.
+        """
+        found = self._find(request)
         if found.reply.finish_reason is None:
             found.reply.finish_reason = "cancelled"
+            found.unread.clear()
+            if found in self._waiting:
+                self._waiting.remove(found)
             self._release([found])
 
     @property
@@ -163,15 +193,35 @@ class Engine:
         """Whether any request is waiting or decoding."""
         return any(self._live) or bool(self._waiting)
 
+    @property
+    def waiting(self) -> int:
+        """Requests that have no slot yet."""
+        return len(self._waiting)
+
     def results(self) -> dict[int, Reply]:
-        """The reply of every request so far, by its number."""
+        """The reply of every request so far, by its number, unless it was taken."""
         return {number: request.reply for number, request in self._requests.items()}
+
+    def take(self, request: int) -> Reply:
+        """The reply of a request that has ended, which the engine then forgets.
+
+        Raises:
+          D3DError: there is no such request, or it has not ended.
+        """
+        if self._find(request).reply.finish_reason is None:
+            raise D3DError(f"request {request} has not ended")
+        return self._requests.pop(request).reply
+
+    def _find(self, request: int) -> _Request:
+        if request not in self._requests:
+            raise D3DError(f"there is no request {request!r}")
+        return self._requests[request]
 
     def step(self) -> list[tuple[int, list[int]]]:
         """Dispatches ahead, then waits for the oldest report and books it.
 
         Returns:
-          (request, new token ids) of those that said something; [] when nothing is left to do.
+          (request, new token ids) of those that said something, perhaps none.
 
         Raises:
           D3DError: a device failed.
@@ -181,7 +231,8 @@ class Engine:
         try:
             return self._step()
         except jax.errors.JaxRuntimeError as error:
-            ended = sum(r.reply.finish_reason is not None for r in self._requests.values())
+            replies = [request.reply for request in self._requests.values()]
+            ended = sum(reply.finish_reason in ("stop", "length") for reply in replies)
             self._failure = (
                 f"a device failed while decoding: {str(error).splitlines()[0]:.300}; {ended} "
                 f"replies are complete, the others end with what was read before"
@@ -217,8 +268,6 @@ class Engine:
         for slot, holder in enumerate(self._slots):
             if holder is not None and holder.reply.finish_reason is None:
                 continue
-            while self._waiting and self._waiting[0].reply.finish_reason is not None:
-                self._waiting.popleft()  # cancelled before it began
             if not self._waiting:
                 break
             request = self._waiting.popleft()
@@ -232,9 +281,9 @@ class Engine:
             self._configure()
 
     def _make_room(self) -> None:
-        # Growth is planned from lengths the host has read, so with room for rounds in flight.
-        longest = max(len(r.prompt) + len(r.reply.token_ids) for r in self._live)
-        capacity = longest + self.width * (AHEAD + 2)
+        capacity = max(
+            planned(len(r.prompt), len(r.reply.token_ids), r.limit, self.width) for r in self._live
+        )
         if self._batch is None:
             self._batch = Batch(self.target, self.drafter, self.config, self.slots, capacity)
         self._batch.grow(capacity)
@@ -243,13 +292,8 @@ class Engine:
         assert self._batch is not None
         nothing = SamplingParams()
         live = [r if r and r.reply.finish_reason is None else None for r in self._slots]
-        self._batch.configure(
-            Settings.of(
-                [r.params if r else nothing for r in live],
-                [r.limit if r else 0 for r in live],
-                [r.stop_ids if r else frozenset() for r in live],
-            )
-        )
+        params = [r.params if r else nothing for r in live]
+        self._batch.configure(params, [r.limit if r else 0 for r in live])
 
     def _dispatch(self) -> bool:
         """Reads prompts, then one round; False where no request is decoding after that."""
@@ -268,9 +312,10 @@ class Engine:
 
     def _read_prompts(self) -> None:
         """Dispatches pieces of prompts, not too many where other requests wait for their round."""
-        # Where nobody waits for a token there is no reason to stop reading.
-        room = PREFILL_TOKENS if any(r.decoding for r in self._live) else None
-        while (room is None or room > 0) and (found := self._next_pieces()):
+        tokens = 0
+        while tokens < PREFILL_TOKENS or not any(r.decoding for r in self._live):
+            if not (found := self._next_pieces()):
+                return
             assert self._batch is not None
             report = self._batch.read(found)
             owners: list[_Request | None] = [None] * self.slots
@@ -278,13 +323,13 @@ class Engine:
                 owners[piece.slot] = self._slots[piece.slot] if piece.last else None
             if any(owners):
                 self._flying.append(_Flight(report, tuple(owners), None, is_round=False))
-            room = None if room is None else room - max(len(piece.tokens) for piece in found)
+            tokens += max(len(piece.tokens) for piece in found)
 
     def _next_pieces(self) -> list[Piece]:
-        """The next piece of one prompt in each part of the target's batch."""
+        """The next piece of the oldest prompt in each part of the target's batch."""
         size = self.slots // self.target.parts(self.slots)
         found: dict[int, Piece] = {}
-        for request in self._live:
+        for request in sorted(self._live, key=lambda request: request.id):
             if request.unread and (part := request.unread[0].slot // size) not in found:
                 found[part] = request.unread.popleft()
         return list(found.values())
@@ -315,7 +360,9 @@ class Engine:
                 reply.finish_reason = "stop"
                 ended.append(request)
             elif not report[slot][acceptance.ACTIVE]:
-                reply.finish_reason = "stop" if new[-1] in request.stop_ids else "length"
+                reply.stop = request.stop_strings and request.stop_strings.end()
+                stopped = reply.stop is not None or new[-1] in request.stop_ids
+                reply.finish_reason = "stop" if stopped else "length"
             emitted.append((request.id, new))
         self._release(ended)
         return emitted
@@ -323,5 +370,5 @@ class Engine:
     def _release(self, requests: list[_Request]) -> None:
         """Ends requests on the device that the device would not have ended itself."""
         rows = [slot for slot, request in enumerate(self._slots) if request in requests]
-        if rows and self._batch is not None:
+        if rows and self._batch is not None and self._failure is None:
             self._batch.stop(rows)

@@ -89,7 +89,7 @@ def measure_verify(
     """Times verifications of `rows` rows (1: plain steps) after a prompt, compilation excluded."""
     steps = repeats + _WARM_UP
     params, limits = [SamplingParams()] * batch, [np.iinfo(np.int32).max] * batch
-    settings = target.put(Settings.of(params, limits, [frozenset()] * batch))
+    settings = target.settings(params, limits)
     capacity = len(prompt_ids) + steps * rows
     _, state = prefilled(target, settings, prompt_ids, capacity, batch)
     handover = target.put(np.zeros((batch, rows), np.int32))
@@ -109,7 +109,7 @@ def drafting(drafter: DrafterRole, prompt_ids: list[int], batch: int, steps: int
     anchors = _report(drafter, batch, 1, int(prompt_ids[-1]))
     for chunk in prompt_chunks(drafter, prompt_ids, batch):
         drafts = drafter.prefill(drafts, chunk)
-        handover, drafts = drafter.first_draft(drafts, handover, chunk, anchors)
+        handover, drafts = drafter.first_draft(drafts, handover, chunk.place, anchors)
     return drafts
 
 

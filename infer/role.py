@@ -1,9 +1,9 @@
 """What both roles of decoding share: parameters and a cache on a mesh, and reading prompts into it.
 
 A batch has B *slots*, a row of the cache each, and a request occupies one until it ends. Prompts
-are read in pieces, one slot at a time, straight into the batch's cache: a request joins a batch
-that is already decoding without another program, and a long prompt needs no more memory than a
-short one. Where batch rows are split over devices, every part of the batch reads one slot at once.
+are read in pieces into the batch's cache, one slot at a time, so that a request joins a batch that
+is already decoding and a long prompt needs no larger activations than a short one. Where batch rows
+are split over devices, every part of the batch reads one slot at once.
 
 A role's methods only dispatch: none waits for a device.
 """
@@ -57,22 +57,20 @@ def pieces(slot: int, prompt: list[int]) -> Iterator[Piece]:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "slot", "start", "count", "last"],
+    data_fields=["slot", "start", "count", "last"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
-class Chunk:
-    """One pass: a piece for at most one slot of each of the batch's P parts.
+class Place:
+    """Where a pass reads: a piece for at most one slot of each of the batch's P parts.
 
     Attributes:
-      tokens: [P, C] int32, padded at the end.
       slot: [P] int32, counted within the part.
-      start: [P] int32, tokens of the prompt before these.
+      start: [P] int32, tokens of the prompt before the piece.
       count: [P] int32, tokens of the piece; 0 in a part that reads nothing.
       last: [P] bool, whether the prompt ends here.
     """
 
-    tokens: Any
     slot: Any
     start: Any
     count: Any
@@ -83,6 +81,17 @@ class Chunk:
         parts = self.slot.shape[0]
         slot = jnp.arange(parts, dtype=jnp.int32) * (batch // parts) + self.slot
         return jnp.where(self.count > 0, slot, batch)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tokens", "place"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """One pass that reads prompts: tokens [P, C] int32, padded at the end, and where they go."""
+
+    tokens: Any
+    place: Place
 
 
 class Role:
@@ -116,8 +125,16 @@ class Role:
         layers, capacity = len(self.params["layers"]), caches.bucketed(capacity)
         return caches.empty(self.config, layers, batch, capacity, self.dtype, self.mesh)
 
+    @property
+    def row_split(self) -> int:
+        """Over how many groups of devices batch rows can be split."""
+        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
     def parts(self, batch: int) -> int:
-        """P, over how many groups of devices the slots of a batch are split."""
+        """P, over how many groups of devices the slots of a batch are split.
+
+        Less than `row_split` where that does not divide the batch: groups then repeat each other.
+        """
         axes = sharding.split_axes("b", batch, self.mesh)
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
@@ -136,13 +153,15 @@ class Role:
         self, params: decoder.Params, cache: KVCache, chunk: Chunk
     ) -> tuple[jax.Array, KVCache]:
         """Hidden states [P, C, D] of a chunk, and the cache with its keys, values and lengths."""
-        own = caches.take(cache, chunk.slot).at(chunk.start)
-        rows = layout.causal(chunk.start, chunk.tokens.shape[1])
+        place = chunk.place
+        # A part that reads nothing writes past the capacity: its slot keeps what it has.
+        at = jnp.where(place.count > 0, place.start, cache.capacity)
+        own = caches.take(cache, place.slot).at(at)
+        rows = layout.causal(place.start, chunk.tokens.shape[1])
         hidden, own = decoder.forward(self.config, params, chunk.tokens, rows, own)
-        # A part that reads nothing writes behind the length of a slot, where nothing counts.
-        slots = chunk.rows(cache.length.shape[0])
-        length = cache.length.at[slots].set(chunk.start + chunk.count, mode="drop")
-        return hidden, caches.put(cache, chunk.slot, own).at(sharding.replicate(length))
+        slots = place.rows(cache.length.shape[0])
+        length = cache.length.at[slots].set(place.start + place.count, mode="drop")
+        return hidden, caches.put(cache, place.slot, own).at(sharding.replicate(length))
 
 
 def _chunk(pieces: dict[int, Piece], parts: int, size: int) -> Chunk:
@@ -150,10 +169,8 @@ def _chunk(pieces: dict[int, Piece], parts: int, size: int) -> Chunk:
     rows = next(rows for rows in CHUNKS if rows >= longest)
     slot, start, count = (np.zeros((parts,), np.int32) for _ in range(3))
     tokens, last = np.zeros((parts, rows), np.int32), np.zeros((parts,), bool)
-    chunk = Chunk(tokens, slot, start, count, last)
     for part, piece in pieces.items():
-        count = len(piece.tokens)
-        chunk.tokens[part, :count] = piece.tokens
-        chunk.slot[part], chunk.start[part] = piece.slot % size, piece.start
-        chunk.count[part], chunk.last[part] = count, piece.last
-    return chunk
+        slot[part], start[part], last[part] = piece.slot % size, piece.start, piece.last
+        count[part] = len(piece.tokens)
+        tokens[part, : count[part]] = piece.tokens
+    return Chunk(tokens, Place(slot, start, count, last))

@@ -22,11 +22,19 @@ class StopStrings:
     def cut(self, tokens: list[int]) -> tuple[list[int], str | None]:
         """The next tokens up to the one that completes a stop string, and that string if any."""
         for index, token in enumerate(tokens):
-            text = self._tail + self._stream.feed([token])
-            if found := [(text.find(stop), stop) for stop in self._stops if stop in text]:
-                return tokens[: index + 1], min(found)[1]
-            self._tail = text[max(len(text) - self._keep, 0) :]
+            if (stop := self._search(self._stream.feed([token]))) is not None:
+                return tokens[: index + 1], stop
         return tokens, None
+
+    def end(self) -> str | None:
+        """The stop string, if any, in text that was held back for an unfinished character."""
+        return self._search(self._stream.flush())
+
+    def _search(self, piece: str) -> str | None:
+        text = self._tail + piece
+        self._tail = text[max(len(text) - self._keep, 0) :]
+        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        return min(found)[1] if found else None
 
 
 class TextStream:

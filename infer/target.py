@@ -20,10 +20,7 @@ from d3d_jax.config import ModelConfig
 from d3d_jax.infer.role import Chunk, Role
 from d3d_jax.models import decoder, sharding
 from d3d_jax.models.cache import KVCache
-from d3d_jax.sampling import Sampling, SamplingParams, choose
-
-# Room for stop tokens grows in steps of this, so that programs are compiled for few sizes.
-STOP_IDS = 16
+from d3d_jax.sampling import MAX_STOP_IDS, Sampling, SamplingParams, choose
 
 
 @functools.partial(
@@ -45,21 +42,6 @@ class Settings:
     stop_ids: Any
     sampling: Sampling
 
-    @staticmethod
-    def of(
-        params: Sequence[SamplingParams], limits: Sequence[int], stop_ids: Sequence[frozenset[int]]
-    ) -> Settings:
-        """NumPy arrays of one row each.
-
-        Args:
-          stop_ids: every token that ends the row's reply.
-        """
-        width = -(-max(1, *map(len, stop_ids)) // STOP_IDS) * STOP_IDS
-        padded = np.full((len(params), width), -1, np.int32)
-        for row, ids in zip(padded, stop_ids, strict=True):
-            row[: len(ids)] = sorted(ids)
-        return Settings(np.array(limits, np.int32), padded, Sampling.of(params))
-
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -72,7 +54,7 @@ class TargetState:
 
     Attributes:
       cache: keys and values of everything before the anchor.
-      anchor: [B] int32, the last token emitted: not yet in the cache.
+      anchor: [B] int32, the last token emitted, not yet in the cache; of no meaning where inactive.
       active: [B] bool; False once a row met a stop token or its limit, and while its prompt is
         being read. Its length is then frozen.
       remaining: [B] int32, tokens each row may still emit.
@@ -104,6 +86,20 @@ class Target(Role):
         self._prefill = self._jit(self._prefill_step, donate_argnums=1)
         self._verify = self._jit(self._verify_step, donate_argnums=1)
         self._stop = self._jit(lambda active, rows: active & ~rows)
+
+    def settings(self, params: Sequence[SamplingParams], limits: Sequence[int]) -> Settings:
+        """What the requests in the slots ask for, a row each, on this role's mesh.
+
+        Args:
+          limits: tokens each may emit.
+        """
+        # As many columns as there can be, so that no request needs another program.
+        most = len(self.stop_tokens) + MAX_STOP_IDS
+        stop_ids = np.full((len(params), most), -1, np.int32)
+        for row, one in zip(stop_ids, params, strict=True):
+            own = sorted(self.stop_tokens | set(one.stop_token_ids))
+            row[: len(own)] = own
+        return self.put(Settings(np.array(limits, np.int32), stop_ids, Sampling.of(params)))
 
     def start(self, batch: int, capacity: int) -> TargetState:
         """A batch of empty slots."""
@@ -141,15 +137,16 @@ class Target(Role):
 
     def _prefill_step(self, params, state: TargetState, settings: Settings, chunk: Chunk):
         hidden, cache = self._read_chunk(params, state.cache, chunk)
-        end = jnp.maximum(chunk.count - 1, 0)[:, None, None]
+        place = chunk.place
+        end = jnp.maximum(place.count - 1, 0)[:, None, None]
         scores = decoder.logits(params, jnp.take_along_axis(hidden, end, axis=1))
         batch = state.active.shape[0]
-        slots = chunk.rows(batch)
+        slots = place.rows(batch)
         own = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), settings)
-        position = (chunk.start + chunk.count)[:, None]
+        position = (place.start + place.count)[:, None]
         choices = choose(scores, own.sampling, position)
         report, active, remaining = acceptance.emit(
-            jnp.zeros_like(chunk.count), choices, chunk.last, own.limit, own.stop_ids
+            jnp.zeros_like(place.count), choices, place.last, own.limit, own.stop_ids
         )
         report, active, remaining = sharding.replicate((report, active, remaining))
 

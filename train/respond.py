@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from d3d_jax.config import DecodeConfig
-from d3d_jax.infer.decoding import Decoder
+from d3d_jax.infer.engine import Engine
 from d3d_jax.infer.target import Target
 from d3d_jax.train.responses import ResponseWriter, default_split
 
@@ -34,22 +34,28 @@ def respond(
       batch: B, rows decoded together.
     """
     missing = [i for i in range(len(prompts)) if i not in writer.done]
-    # The longest first: caches grow once, and the last rows to end are short ones.
-    missing.sort(key=lambda i: -len(prompts[i][0]))
+    # The longest first, from the end: caches grow once, and the last rows to end are short ones.
+    missing.sort(key=lambda i: len(prompts[i][0]))
     progress(len(writer.done), len(prompts), 0)
     if not missing:
         return
     config = DecodeConfig(mode="plain", max_new_tokens=writer.manifest.max_new_tokens)
-    decoder = Decoder(target, None, config, slots=batch)
+    engine = Engine(target, None, config, slots=batch)
+    asked: dict[int, int] = {}
+    tokens = 0
     with writer:
-        tokens = 0
-        for row, new in decoder.stream([prompts[i][0] for i in missing]):
-            tokens += len(new)
-            if (reason := decoder.replies[row].finish_reason) is None:
-                continue
-            index = missing[row]
-            ids, split, task = prompts[index]
-            split = split or default_split(index)
-            writer.add(index, ids, decoder.replies[row].token_ids, reason, split, task)
-            progress(len(writer.done), len(prompts), tokens)
-            tokens = 0
+        while missing or engine.unfinished:
+            # Not all at once: what waits is held in memory.
+            while missing and engine.waiting < batch:
+                index = missing.pop()
+                asked[engine.submit(prompts[index][0])] = index
+            for number, new in engine.step():
+                tokens += len(new)
+                if (reason := engine.results()[number].finish_reason) is None:
+                    continue
+                index, reply = asked.pop(number), engine.take(number)
+                ids, split, task = prompts[index]
+                split = split or default_split(index)
+                writer.add(index, ids, reply.token_ids, reason, split, task)
+                progress(len(writer.done), len(prompts), tokens)
+                tokens = 0

@@ -97,14 +97,16 @@ def write(kv: LayerKV, k: jax.Array, v: jax.Array, length: jax.Array) -> LayerKV
 
 
 def take(cache: KVCache, slot: jax.Array) -> KVCache:
-    """A copy of one row of each of the batch's P parts, which are split over devices.
+    """One row of each of the batch's P parts, which are split over devices.
 
     Args:
       slot: [P] int32, the row within the part.
 
     Returns:
-      A cache of P rows, of length 0.
+      A cache of P rows, of length 0: a copy, or the cache itself where a part is one row.
     """
+    if slot.shape == cache.length.shape:
+        return cache.at(jnp.zeros_like(slot))
 
     def one(rows: jax.Array, slot: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(rows, slot[0], 1)
@@ -116,6 +118,8 @@ def take(cache: KVCache, slot: jax.Array) -> KVCache:
 
 def put(cache: KVCache, slot: jax.Array, own: KVCache) -> KVCache:
     """The cache with the keys and values of `own`, P rows of `take`, back in their places."""
+    if slot.shape == cache.length.shape:
+        return dataclasses.replace(cache, layers=own.layers)
 
     def one(rows: jax.Array, row: jax.Array, slot: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(rows, row, slot[0], axis=0)

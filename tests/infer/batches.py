@@ -3,7 +3,6 @@
 from d3d_jax.config import DecodeConfig
 from d3d_jax.infer.batch import Batch
 from d3d_jax.infer.role import pieces
-from d3d_jax.infer.target import Settings
 from d3d_jax.sampling import SamplingParams
 
 
@@ -12,6 +11,6 @@ def started(target, drafter, prompts, limits=None):
     count = len(prompts)
     batch = Batch(target, drafter, DecodeConfig(mode="async"), count, 64)
     limits = limits or [100] * count
-    batch.configure(Settings.of([SamplingParams()] * count, limits, [frozenset()] * count))
+    batch.configure([SamplingParams()] * count, limits)
     reports = [batch.read([piece]) for s, p in enumerate(prompts) for piece in pieces(s, p)]
     return batch, sum(reports)

@@ -13,6 +13,7 @@ from d3d_jax.branches import Rectangle
 from d3d_jax.config import DecodeConfig
 from d3d_jax.errors import D3DError
 from d3d_jax.infer import engine as engines
+from d3d_jax.infer.batch import Batch
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.engine import Engine
@@ -46,7 +47,9 @@ def test_requests_join_and_leave_without_recompiling(mode, miss):
         pytest.skip("nothing is prepared")
     target, drafter = roles.__wrapped__()
     engine = Engine(target, drafter, DecodeConfig(mode=mode, miss=miss), slots=2)
-    asked = list(zip(PROMPTS + OTHERS, itertools.cycle([LENGTH, 3, 11, 1, 7]), strict=False))
+    # Another length of chunk is another program of the passes that read, and of those alone.
+    prompts = PROMPTS + OTHERS + [list(range(50)) * 2]
+    asked = list(zip(prompts, itertools.cycle([LENGTH, 3, 11, 1, 7]), strict=False))
 
     def submit(requests):
         for prompt, count in requests:
@@ -61,7 +64,8 @@ def test_requests_join_and_leave_without_recompiling(mode, miss):
     steps = [target._prefill, target._verify, drafter._prefill, drafter._first]
     steps += [drafter._draft, drafter._prepare, drafter._resolve]
     compiled = [step._cache_size() for step in steps]
-    assert max(compiled) == 1
+    decoding = {"plain": 0, "sync": 3, "async": 4}[mode]
+    assert [size for size in compiled if size] == [2, 1, *([2, 1, 1, 1][:decoding])]
     submit(asked)
     assert drain(engine) == wanted * 2
     assert [step._cache_size() for step in steps] == compiled
@@ -132,11 +136,30 @@ def test_a_device_error_is_one_sentence_and_loses_nothing_read(mode, monkeypatch
     with pytest.raises(D3DError, match="INTERNAL: out of luck; 1 replies are complete"):
         while engine.unfinished:
             engine.step()
-    with pytest.raises(D3DError, match="a device failed"):
-        engine.step()
+    engine.cancel(2)
+    for step in (engine.step, lambda: engine.submit([1])):
+        with pytest.raises(D3DError, match="a device failed"):
+            step()
     assert engine.results()[0].token_ids == expected()[0][:2]
     told = engine.results()[1].token_ids
     assert told and told == expected()[1][: len(told)]
+
+
+def test_a_reply_is_taken_once_and_a_prompt_copied():
+    target, _ = roles()
+    engine = Engine(target, None, DecodeConfig("plain", 4), slots=1)
+    history = list(PROMPTS[0])
+    first, second = engine.submit(np.array(PROMPTS[1])), engine.submit(history)
+    history.append(10**6)
+    with pytest.raises(D3DError, match="request 1 has not ended"):
+        engine.take(second)
+    drain(engine)
+    assert engine.take(first).token_ids == alone(tuple(PROMPTS[1]), 4)
+    assert list(engine.results()) == [second]
+    assert engine.take(second).token_ids == alone(tuple(PROMPTS[0]), 4)
+    with pytest.raises(D3DError, match="there is no request 1"):
+        engine.take(second)
+    assert engine.submit(PROMPTS[0]) == 2
 
 
 def test_what_cannot_be_decoded_is_refused_at_once(monkeypatch):
@@ -150,6 +173,12 @@ def test_what_cannot_be_decoded_is_refused_at_once(monkeypatch):
         engine.submit([1] * 512)
     with pytest.raises(D3DError, match="stop strings need a tokenizer"):
         engine.submit([1], SamplingParams(stop=("a",)))
+    with pytest.raises(D3DError, match="takes SamplingParams"):
+        engine.submit([1], {"temperature": 1})
+    with pytest.raises(D3DError, match="there is no request 7"):
+        engine.cancel(7)
+    with pytest.raises(D3DError, match="slots must be"):
+        Decoder(target, None, DecodeConfig("plain"), slots=0)
     with pytest.raises(D3DError, match="2 sampling settings for 1 prompts"):
         Decoder(target, None, DecodeConfig("plain")).stream([[1]], [SamplingParams()] * 2)
     monkeypatch.setattr(engines.jax, "process_index", lambda: 1)
@@ -171,19 +200,30 @@ def test_long_prompts_are_read_in_chunks_beside_rows_that_decode(mode, monkeypat
     config, params, target = long_roles()
     drafter = roles()[1]
     engine = Engine(target, drafter, DecodeConfig(mode=mode, max_new_tokens=20), slots=2)
+    done = []
+    read, verify = Batch.read, Batch.round
+
+    def noted(name, step):
+        def run(self, *args):
+            done.append(name if name == "round" else sum(len(piece.tokens) for piece in args[0]))
+            return step(self, *args)
+
+        return run
+
+    monkeypatch.setattr(Batch, "read", noted("read", read))
+    monkeypatch.setattr(Batch, "round", noted("round", verify))
     rng = np.random.default_rng(0)
     lengths = [3, 1300, 511, 512, 513]
     prompts = [rng.integers(0, VOCAB, length).tolist() for length in lengths]
-    first = engine.submit(prompts[0])
+    engine.submit(prompts[0])
     engine.step()
     for prompt in prompts[1:]:
         engine.submit(prompt)
-    before = len(engine.results()[first].token_ids)
-    engine.step()
-    assert len(engine.results()[first].token_ids) > before or engine.timing.rounds > 2
     replies = drain(engine)
     for prompt, reply in zip(prompts, replies, strict=True):
         assert reply == greedy(config, params, prompt, 20)
+    # The first request decodes while the second is read.
+    assert done[:8] == [3, "round", "round", 512, "round", 512, "round", 276]
 
 
 SAMPLED = [

@@ -14,6 +14,8 @@ from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.placement import role_meshes
 from d3d_jax.infer.target import Target
 from d3d_jax.models import decoder
+from d3d_jax.models.sharding import make_mesh
+from d3d_jax.sampling import SamplingParams
 from tests.hlo import collectives, largest_result
 from tests.infer.batches import started
 from tests.tiny_models import greedy, memorise, tiny_config, tiny_drafter, tiny_params
@@ -65,12 +67,43 @@ def test_every_placement_says_the_same(placement, mode):
     assert sum(reply.rounds for reply in decoding.replies) < 45  # 60 without a draft accepted
 
 
-def test_freed_slots_of_every_part_are_filled_again():
-    """Five requests in two slots, one for each half of the data axis; the drafter has one part."""
-    target, drafter = roles((0, 1, 2, 3), 2, (4,))
-    decoding = Decoder(target, drafter, DecodeConfig("async", LENGTH), slots=2)
-    replies = decoding.generate([*PROMPTS, PROMPTS[0]])
-    assert [reply.token_ids for reply in replies] == [*models()[1], models()[1][0]]
+@functools.cache
+def data_parallel_roles():
+    """A target of two parts and a drafter of four, each row on its own devices."""
+    params, _, drafter, own = models()
+    target_mesh = make_mesh(jax.devices()[:4], data=2, tensor=2)
+    drafter_mesh = make_mesh(jax.devices()[4:], data=4)
+    target = Target(CONFIG, decoder.unstack(params), target_mesh, ())
+    policy = Rectangle(3, 2, drafter.drafter.block_size)
+    return target, DrafterRole(drafter, decoder.unstack(own), drafter_mesh, policy)
+
+
+@pytest.mark.parametrize("placement", ["data 4", "data 2 and data 4"])
+def test_a_part_that_reads_nothing_keeps_what_it_has(placement):
+    """Requests of different lengths join one at a time; one is read in three passes."""
+    target, drafter = (
+        data_parallel_roles() if placement != "data 4" else roles(*PLACEMENTS[placement])
+    )
+    long = np.random.default_rng(1).integers(0, 64, 400).tolist()
+    prompts = [*PROMPTS, long, *PROMPTS]
+    limits = [LENGTH, 3, 7, 2, 5, LENGTH, 11, 4, LENGTH]
+    params = models()[0]
+    wanted = [greedy(CONFIG, params, p, n) for p, n in zip(prompts, limits, strict=True)]
+    sampling = [SamplingParams(max_new_tokens=n) for n in limits]
+    rounds = []
+    for mode in ("plain", "sync", "async"):
+        decoding = Decoder(target, drafter, DecodeConfig(mode), slots=4)
+        assert [r.token_ids for r in decoding.generate(prompts, sampling)] == wanted
+        rounds.append([reply.rounds for reply in decoding.replies])
+    # The drafter's caches are right, too: every mode has the drafts accepted that one device has.
+    one = Decoder(*roles((0,), 1, (1,)), DecodeConfig("sync"), slots=4)
+    one.generate(prompts, sampling)
+    assert rounds[1] == rounds[2] == [reply.rounds for reply in one.replies]
+
+
+def test_slots_are_as_many_as_can_be_split():
+    decoding = Decoder(*roles(*PLACEMENTS["data 4"]), DecodeConfig("sync", LENGTH), slots=8)
+    assert [decoding.engine(requests).slots for requests in (1, 4, 5, 9)] == [4, 4, 8, 8]
 
 
 def test_a_single_prompt_is_decoded_by_every_part_of_a_data_axis():

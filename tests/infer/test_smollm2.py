@@ -16,7 +16,6 @@ from d3d_jax.infer.batch import Batch
 from d3d_jax.infer.loading import load_drafter, shipped_drafter
 from d3d_jax.infer.model import load_model
 from d3d_jax.infer.role import CHUNKS, pieces
-from d3d_jax.infer.target import Settings
 from d3d_jax.models import decoder
 from d3d_jax.sampling import SamplingParams
 from d3d_jax.train.acceptance import OfflineAcceptance
@@ -120,7 +119,7 @@ def test_steps_need_a_tenth_more_memory_than_weights_and_caches(model, drafter):
     """At batch 16: what each compiled step allocates beside its arguments."""
     for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9)):
         batch = Batch(model.target, drafter, DecodeConfig("async"), slots=16, capacity=1024)
-        batch.configure(Settings.of([sampling] * 16, [9] * 16, [frozenset()] * 16))
+        batch.configure([sampling] * 16, [9] * 16)
         target, state, drafts = model.target, batch.state, batch.drafts
         (chunk,) = target.chunks(pieces(0, [1] * CHUNKS[-1]), 16)
         (drafter_chunk,) = drafter.chunks(pieces(0, [1] * CHUNKS[-1]), 16)
