@@ -97,7 +97,8 @@ class _Flight:
 class Engine:
     """Decodes requests in a fixed number of slots.
 
-    After a device failed, `step` raises and `results` still has what was read before.
+    The caches grow with the longest request there was and stay so. After a device failed, `step`
+    raises and `results` still has what was read before.
 
     Args:
       drafter: None decodes plainly, whatever the configuration's mode.

@@ -122,7 +122,9 @@ def open_drafter(
         raise D3DError(f"mesh must be a jax.sharding.Mesh, found {type(mesh).__name__}")
     mesh = model_mesh(mesh, model)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    if block_size is None:
+    if block_size is None and isinstance(policy, Policy):
+        block_size = policy.block_size
+    elif block_size is None:
         block_size = min(config.block_size, CPU_BLOCK_SIZE) if on_cpu else config.block_size
     if type(block_size) is not int or block_size < 2:
         raise D3DError(f"block size must be a whole number of at least 2, found {block_size!r}")

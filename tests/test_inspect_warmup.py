@@ -165,7 +165,7 @@ def test_placement_options_change_where_and_not_what(models, capsys):
         (["--target-devices", "0,9"], "there is no device 9"),
         (["--target-devices", "0-2"], "do not divide over a tensor axis of 3"),
         (["--target-devices", "x"], "--target-devices takes indices"),
-        (["--target-devices", "3-1"], "names no device"),
+        (["--target-devices", "3-1"], "3-1 ends before it begins"),
         (["--target-devices", "0,200"], "at most 64"),
         (["--target-tp", "0"], "--target-tp must be at least 1"),
         (["--drafter-devices", "2,2"], "or one twice"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -87,19 +88,24 @@ def open_decoder(target: str, decoding: Decoding, placement: Placement) -> Decod
     longest_sequence(files.config, decoding.max_length)
     mesh = target_mesh(files, placement)
     name = decoding.drafter or shipped_drafter(target)
+    miss = None if decoding.miss == "stall" else decoding.miss
     if decoding.mode == "plain" or (decoding.mode is None and name is None):
         unused = {
             "--block-size": decoding.block_size,
             "--policy": decoding.policy,
+            "--miss": miss,
+            "--drafter": decoding.drafter,
             "--drafter-devices": placement.drafter_devices,
         }
-        if given := [option for option, value in unused.items() if value is not None]:
-            note(f"no drafter decodes here: {', '.join(given)} changes nothing")
+        _note_unused("no drafter decodes here", unused)
         return DecoderFiles(files, None, mesh, decoding)
     if name is None:
         raise D3DError(
             f"--mode {decoding.mode} needs a drafter and none ships for {target}: add --drafter"
         )
+    if decoding.mode == "sync":
+        unused = {"--policy": decoding.policy, "--miss": miss}
+        _note_unused("nothing is prepared in sync mode", unused)
     drafter = open_drafter(
         files,
         name,
@@ -110,6 +116,12 @@ def open_decoder(target: str, decoding: Decoding, placement: Placement) -> Decod
     if caveat := drafter_caveat(drafter.config, files.tokenizer, target):
         note(caveat)
     return DecoderFiles(files, drafter, mesh, decoding)
+
+
+def _note_unused(why: str, options: Mapping[str, object]) -> None:
+    """Names the options that were given, those that are not None, for nothing."""
+    if given := [option for option, value in options.items() if value is not None]:
+        note(f"{why}: {', '.join(given)} changes nothing")
 
 
 def sampling_params(options: SamplingOptions, max_new_tokens: int) -> SamplingParams:

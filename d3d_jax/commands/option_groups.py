@@ -47,8 +47,10 @@ def device_indices(option: str, text: str | None) -> tuple[int, ...] | None:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise D3DError(f"{option} takes indices of devices such as 0-3,5; found {text!r}")
-        if len(first + last) > 8:
+        if max(len(first), len(last)) > 5:
             raise D3DError(f"{option} {text}: no machine has that many devices")
+        if last and int(last) < int(first):
+            raise D3DError(f"{option} {text}: {part.strip()} ends before it begins")
         found += range(int(first), int(last or first) + 1)
     if not found or len(set(found)) != len(found):
         raise D3DError(f"{option} {text} names no device, or one twice")
@@ -160,7 +162,7 @@ class SamplingOptions:
       top_k: Draw from the K likeliest tokens only.
       top_p: Draw from the fewest likeliest tokens that hold this much of the probability.
       min_p: Draw from tokens at least this probable relative to the likeliest.
-      seed: The same seed draws the same reply in every mode and batch.
+      seed: In float32 the same seed draws the same reply in every mode and batch.
       stop: Texts that end a reply, besides the model's own stop tokens.
     """
 

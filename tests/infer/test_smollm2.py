@@ -116,13 +116,14 @@ def test_a_prompt_of_eight_thousand_tokens_is_read_in_chunks(model, drafter, pro
 
 
 def test_steps_need_a_tenth_more_memory_than_weights_and_caches(model, drafter):
-    """At batch 16: what each compiled step allocates beside its arguments."""
-    for sampling in (SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9)):
-        batch = Batch(model.target, drafter, DecodeConfig("async"), slots=16, capacity=1024)
-        batch.configure([sampling] * 16, [9] * 16)
+    """What each compiled step allocates beside its arguments, at batch 1 and 16."""
+    drawn = SamplingParams(temperature=1.0, top_p=0.9)
+    for slots, sampling in ((1, SamplingParams()), (16, drawn)):
+        batch = Batch(model.target, drafter, DecodeConfig("async"), slots, capacity=1024)
+        batch.configure([sampling] * slots, [9] * slots)
         target, state, drafts = model.target, batch.state, batch.drafts
-        (chunk,) = target.chunks(pieces(0, [1] * CHUNKS[-1]), 16)
-        (drafter_chunk,) = drafter.chunks(pieces(0, [1] * CHUNKS[-1]), 16)
+        (chunk,) = target.chunks(pieces(0, [1] * CHUNKS[-1]), slots)
+        (drafter_chunk,) = drafter.chunks(pieces(0, [1] * CHUNKS[-1]), slots)
         block = target.put(batch.handover)
         steps = {
             "verify": target._verify.lower(target.params, state, batch.settings, block),
