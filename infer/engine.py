@@ -101,7 +101,7 @@ class Engine:
     raises and `results` still has what was read before.
 
     Args:
-      drafter: None decodes plainly, whatever the configuration's mode.
+      drafter: needed unless the configuration's mode is plain; then it is not used.
       slots: B, requests decoded at a time. A mesh's data and fsdp axes split them where they divide
         them; else their devices repeat each other.
       tokenizer: needed for stop strings only.
