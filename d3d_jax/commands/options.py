@@ -122,6 +122,15 @@ class Train:
       target: The drafter's target model.
       out: Folder of the run; the trained drafter is exported to its drafter/.
       drafter_devices: Devices to train on, as indices of jax.devices().
+      fsdp: Over how many of them weights and optimizer state are split by hidden size, each
+        having rows of its own.
+      tensor: Over how many of them heads, intermediate size and vocabulary are split; the devices
+        that both leave take parts of the batch.
+      distributed: This is one of several processes with the same command, as Slurm, a TPU pod or
+        JAX's environment variables say.
+      coordinator: The same, said here: where the first process listens.
+      num_processes: How many there are.
+      process_id: Which of them this is, from 0.
       overrides: Settings that replace those of the config: key=value ...
     """
 
@@ -131,10 +140,30 @@ class Train:
     target: Annotated[str, arg("MODEL")]
     out: Annotated[Path, arg("DIR")]
     drafter_devices: Annotated[str | None, arg("I-J,K", "all")] = None
+    fsdp: int = 1
+    tensor: int = 1
+    distributed: bool = False
+    coordinator: Annotated[str | None, arg("HOST:PORT", "from the environment")] = None
+    num_processes: Annotated[int | None, arg("N", "from the environment")] = None
+    process_id: Annotated[int | None, arg("I", "from the environment")] = None
     overrides: Annotated[tyro.conf.Positional[tuple[str, ...]], arg("[KEY=VALUE ...]", "")] = ()
 
     def __post_init__(self) -> None:
+        at_least(1, fsdp=self.fsdp, tensor=self.tensor, num_processes=self.num_processes)
+        at_least(0, process_id=self.process_id)
         device_indices("--drafter-devices", self.drafter_devices)
+        given = [o is not None for o in (self.coordinator, self.num_processes, self.process_id)]
+        if any(given) and not all(given):
+            raise D3DError("--coordinator, --num-processes and --process-id go together")
+        if self.in_processes and self.drafter_devices is not None:
+            raise D3DError(
+                "--drafter-devices chooses devices of one process; several train on all they have"
+            )
+
+    @property
+    def in_processes(self) -> bool:
+        """Whether this is one of several processes."""
+        return self.distributed or self.coordinator is not None
 
     @property
     def drafter_indices(self) -> tuple[int, ...] | None:

@@ -25,6 +25,8 @@ console = Console(stderr=True, highlight=False)
 # A log file gets a line of progress no more often than this, in seconds.
 _LINE_EVERY = 10.0
 _MOST_CPU_DEVICES = 64
+# How long a process that is done waits for the others to be.
+_SHUTDOWN_SECONDS = 60
 
 
 def start_jax(cpu_devices: int = 1) -> None:
@@ -47,6 +49,29 @@ def start_jax(cpu_devices: int = 1) -> None:
         keep_compiled()
     except D3DError as error:
         note(f"{error}.")
+
+
+def join_processes(
+    coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> None:
+    """Makes this process one of several with the same command; before anything touches a device.
+
+    Args:
+      coordinator, num_processes, process_id: None: what Slurm, a TPU pod, MPI or the variables
+        JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say.
+
+    Raises:
+      D3DError: the environment does not say, or the others did not come.
+    """
+    try:
+        jax.distributed.initialize(
+            coordinator, num_processes, process_id, shutdown_timeout_seconds=_SHUTDOWN_SECONDS
+        )
+    except (ValueError, RuntimeError) as error:
+        raise D3DError(
+            "the processes of this run cannot be joined; give --coordinator, --num-processes and "
+            f"--process-id ({error})"
+        ) from None
 
 
 def note(sentence: str) -> None:
