@@ -10,14 +10,16 @@ With several processes all open it, on one file system, and the first writes.
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
-from d3d_jax.errors import D3DError
+from d3d_jax.errors import D3DError, LostProcessError
 from d3d_jax.processes import first_does, is_first
 from d3d_jax.train.responses import write_atomic
 from d3d_jax.train.step import State
@@ -58,8 +60,9 @@ class RunFolder:
                 "another folder"
             )
 
-    def checkpoints(self) -> ocp.CheckpointManager:
-        """Its checkpoints, written in the background; a context manager."""
+    @contextlib.contextmanager
+    def checkpoints(self) -> Iterator[ocp.CheckpointManager]:
+        """Its checkpoints, written in the background; at the end all are whole."""
         policies = [
             managers.LatestN(self._keep),
             managers.BestN(get_metric_fn=_tau, n=1, keep_checkpoints_without_metrics=False),
@@ -67,7 +70,15 @@ class RunFolder:
         options = ocp.CheckpointManagerOptions(
             best_fn=_tau, preservation_policy=managers.AnyPreservationPolicy(policies)
         )
-        return ocp.CheckpointManager((self.path / "checkpoints").absolute(), options=options)
+        manager = ocp.CheckpointManager((self.path / "checkpoints").absolute(), options=options)
+        try:
+            yield manager
+        except LostProcessError:
+            raise  # closing would wait for that process
+        except BaseException:
+            manager.close()
+            raise
+        manager.close()
 
     def save(
         self, manager: ocp.CheckpointManager, number: int, state: State, tau: float | None

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from d3d_jax.drafter import Drafter, Params, save_drafter
-from d3d_jax.errors import D3DError, StoppedError
+from d3d_jax.errors import D3DError, LostProcessError, StoppedError
 from d3d_jax.models import parameters, sharding
 from d3d_jax.train.acceptance import OfflineAcceptance
 from d3d_jax.train.config import TrainConfig
@@ -72,7 +72,7 @@ def _others_alive() -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise
-        raise D3DError(
+        raise LostProcessError(
             "another process of this run has ended or cannot be reached; the same command in all "
             f"of them continues from the last checkpoint ({error})"
         ) from error
@@ -149,7 +149,8 @@ class Trainer:
           The exported drafter's folder.
 
         Raises:
-          D3DError: the loss left all bounds, or the run was asked to stop (it is saved first).
+          D3DError: the loss left all bounds, the run was asked to stop (it is saved first), or
+            another process of it is gone.
         """
         assert self.mesh is not None
         optimizer = make_optimizer(self.config)

@@ -15,6 +15,7 @@ from d3d_jax.commands.option_groups import (
     Decoding,
     DType,
     Placement,
+    Processes,
     SamplingOptions,
     System,
     TargetPlacement,
@@ -126,11 +127,7 @@ class Train:
         having rows of its own.
       tensor: Over how many of them heads, intermediate size and vocabulary are split; the devices
         that both leave take parts of the batch.
-      distributed: This is one of several processes with the same command, as Slurm, a TPU pod or
-        JAX's environment variables say.
-      coordinator: The same, said here: where the first process listens.
-      num_processes: How many there are.
-      process_id: Which of them this is, from 0.
+      processes: Whether this is one of several processes that train together.
       overrides: Settings that replace those of the config: key=value ...
     """
 
@@ -142,28 +139,16 @@ class Train:
     drafter_devices: Annotated[str | None, arg("I-J,K", "all")] = None
     fsdp: int = 1
     tensor: int = 1
-    distributed: bool = False
-    coordinator: Annotated[str | None, arg("HOST:PORT", "from the environment")] = None
-    num_processes: Annotated[int | None, arg("N", "from the environment")] = None
-    process_id: Annotated[int | None, arg("I", "from the environment")] = None
+    processes: Processes = dataclasses.field(default_factory=Processes)
     overrides: Annotated[tyro.conf.Positional[tuple[str, ...]], arg("[KEY=VALUE ...]", "")] = ()
 
     def __post_init__(self) -> None:
-        at_least(1, fsdp=self.fsdp, tensor=self.tensor, num_processes=self.num_processes)
-        at_least(0, process_id=self.process_id)
+        at_least(1, fsdp=self.fsdp, tensor=self.tensor)
         device_indices("--drafter-devices", self.drafter_devices)
-        given = [o is not None for o in (self.coordinator, self.num_processes, self.process_id)]
-        if any(given) and not all(given):
-            raise D3DError("--coordinator, --num-processes and --process-id go together")
-        if self.in_processes and self.drafter_devices is not None:
+        if self.processes.several and self.drafter_devices is not None:
             raise D3DError(
                 "--drafter-devices chooses devices of one process; several train on all they have"
             )
-
-    @property
-    def in_processes(self) -> bool:
-        """Whether this is one of several processes."""
-        return self.distributed or self.coordinator is not None
 
     @property
     def drafter_indices(self) -> tuple[int, ...] | None:

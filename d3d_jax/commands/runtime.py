@@ -16,6 +16,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from d3d_jax.commands.option_groups import Processes
 from d3d_jax.compilation import keep_compiled
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.model import ModelFiles
@@ -51,25 +52,22 @@ def start_jax(cpu_devices: int = 1) -> None:
         note(f"{error}.")
 
 
-def join_processes(
-    coordinator: str | None, num_processes: int | None, process_id: int | None
-) -> None:
-    """Makes this process one of several with the same command; before anything touches a device.
-
-    Args:
-      coordinator, num_processes, process_id: None: what Slurm, a TPU pod, MPI or the variables
-        JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say.
+def join_processes(processes: Processes) -> None:
+    """Meets the other processes of this run; before anything touches a device.
 
     Raises:
-      D3DError: the environment does not say, or the others did not come.
+      D3DError: the environment does not say where they meet, or they did not come.
     """
     try:
         jax.distributed.initialize(
-            coordinator, num_processes, process_id, shutdown_timeout_seconds=_SHUTDOWN_SECONDS
+            processes.coordinator,
+            processes.num_processes,
+            processes.process_id,
+            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
         raise D3DError(
-            "the processes of this run cannot be joined; give --coordinator, --num-processes and "
+            "the processes of this run cannot meet; give --coordinator, --num-processes and "
             f"--process-id ({error})"
         ) from None
 

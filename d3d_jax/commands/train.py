@@ -23,9 +23,9 @@ def run(options: Train) -> None:
     """Checks that config, data, drafter and target fit together, then trains."""
     config = load_config(options.config, options.overrides)
     drafter, params = load_checked(options.drafter, options.target)
-    if options.in_processes:
+    if options.processes.several:
         start_jax()
-        join_processes(options.coordinator, options.num_processes, options.process_id)
+        join_processes(options.processes)
     else:
         named = max(options.drafter_indices or (0,)) + 1
         start_jax(cpu_devices=max(named, options.fsdp * options.tensor))
