@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import tyro
 
 from d3d_jax.commands import options
-from d3d_jax.errors import D3DError
+from d3d_jax.errors import D3DError, LostProcessError
 
 # Subcommand → what it takes and the module whose `run` does it.
 COMMANDS: dict[str, tuple[type, str]] = {
@@ -59,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except D3DError as error:
         _say(f"error: {error}")
+        if isinstance(error, LostProcessError):
+            # The interpreter's own end would wait for threads that wait for that process.
+            os._exit(error.exit_status)
         return error.exit_status
     except OSError as error:
         _say(f"error: {error.filename or 'input or output'}: {error.strerror or error}")

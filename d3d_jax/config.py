@@ -14,6 +14,7 @@ from typing import Any, Literal
 from d3d_jax.errors import D3DError
 
 InBlock = Literal["bidirectional", "causal"]
+Remat = Literal["none", "full", "dots"]
 Mode = Literal["plain", "sync", "async"]
 Miss = Literal["stall", "reuse"]
 

@@ -13,3 +13,7 @@ class StoppedError(D3DError):
     def __init__(self, sentence: str, signal_number: int):
         super().__init__(sentence)
         self.exit_status = 128 + signal_number
+
+
+class LostProcessError(D3DError):
+    """Another process of the same run is gone: nothing that waits for it may be called any more."""

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from d3d_jax import cli
 from d3d_jax.commands import demo, from_scratch
 from d3d_jax.train.responses import read_prompts
+from tests.models.test_processes import free_port
 from tests.tiny_folders import BLOCK_SIZE, write_drafter, write_target
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -148,7 +150,7 @@ def test_respond_init_train_evaluate(models, responses, tmp_path, capsys):
     assert config["shares"] == ["embed", "head"]
 
     settings = ["--config", str(models / "config.yaml"), "--drafter", str(first)]
-    settings += ["--drafter-devices", "0", "steps=4"]
+    settings += ["--drafter-devices", "0-1", "--tensor", "2", "steps=4"]
     assert cli.main(["train", *target, *data, *settings, "--out", str(run)]) == 0
     capsys.readouterr()
     drafter = ["--drafter", str(run / "drafter")]
@@ -158,6 +160,28 @@ def test_respond_init_train_evaluate(models, responses, tmp_path, capsys):
     assert 1.0 <= figures["tau"] <= BLOCK_SIZE and len(figures["reached"]) == BLOCK_SIZE - 1
     assert cli.main(["evaluate", *target, *data, *drafter]) == 0
     assert "pooled over 3 validation responses" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_processes_train_with_one_command(models, responses, tmp_path):
+    command = ["train", "--target", str(models / "target"), "--data", str(responses / "dataset")]
+    command += ["--config", str(models / "config.yaml"), "--drafter", str(models / "drafter")]
+    command += ["--out", str(tmp_path / "run"), "--fsdp", "2", "steps=4", "batch_rows=2"]
+    meet = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2", "--process-id"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "d3d_jax.cli", *command, *meet, str(index)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    said = [child.communicate(timeout=200)[1] for child in children]
+    assert [child.returncode for child in children] == [0, 0], said
+    assert "the trained drafter is in" in said[0] and "trained drafter" not in said[1]
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 4
 
 
 def test_imported_responses_become_a_dataset(models, tmp_path, capsys):

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from d3d_jax import layout as layouts
 from d3d_jax.drafter import Drafter, Params, candidates, predictions
 from d3d_jax.errors import D3DError
-from d3d_jax.models import decoder
+from d3d_jax.models import decoder, sharding
 from d3d_jax.train.dataset import ResponseDataset
 from d3d_jax.train.outcomes import Rounds
 
@@ -95,6 +96,7 @@ class OfflineAcceptance:
     Args:
       documents: how many, evenly spread; 0 for all.
       block_size: W to draft with; None for the drafter's own.
+      mesh: of `sharding.model_mesh`, that the parameters lie on; None: one device.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class OfflineAcceptance:
         dataset: ResponseDataset,
         documents: int = 0,
         block_size: int | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         if len(dataset) == 0:
             raise D3DError("the validation split is empty; build it with validation prompts")
@@ -117,9 +120,11 @@ class OfflineAcceptance:
         count = min(documents or len(dataset), len(dataset))
         self.indices = np.linspace(0, len(dataset) - 1, count).round().astype(int)
         self.drafter, self.dataset, self.width = drafter, dataset, width
-        self._read = jax.jit(
-            functools.partial(read_blocks, drafter), static_argnames=("block_size", "count")
-        )
+        read, whole = functools.partial(read_blocks, drafter), None
+        if mesh is not None:
+            # Whole in every process, each of which walks all documents.
+            read, whole = sharding.on_mesh(mesh, read), NamedSharding(mesh, PartitionSpec())
+        self._read = jax.jit(read, static_argnames=("block_size", "count"), out_shardings=whole)
 
     def measure(self, params: Params) -> Acceptance:
         """Walks every chosen document. `params` are stacked or per-layer device arrays."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+from d3d_jax.config import Remat
 from d3d_jax.errors import D3DError
 
 CONFIGS = Path(__file__).parent / "configs"
+Compute = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +28,16 @@ class TrainConfig:
       weight_decay, clip_norm, b1, b2: AdamW and global-norm clipping.
       gamma: γ of the position weights exp(−(i − 1) / γ).
       ar_weight: λ of the next-token loss on clean rows.
-      remat: recompute layers in the backward pass.
+      compute: type of activations and of the weights they meet; master weights, the loss and sums
+        of gradients are float32. `auto`: float32 on CPU, else bfloat16.
+      remat: what the backward pass recomputes: nothing, whole layers (`full`), or all of a layer
+        but its matrix products (`dots`).
       seed: of shuffling and anchors.
       eval_every, eval_documents: offline τ on that many validation documents, in steps.
-      checkpoint_every, keep_checkpoints: in steps; how many are kept.
+      checkpoint_every, keep_checkpoints: in steps, and wherever τ is measured; how many of the
+        newest are kept, besides the one with the best τ.
+      spike_factor, spike_steps: a run is given up when its loss is above that multiple of its
+        running median for so many steps; a factor of 0 lets it go on.
     """
 
     steps: int
@@ -47,18 +55,28 @@ class TrainConfig:
     clip_norm: float = 1.0
     b1: float = 0.9
     b2: float = 0.95
-    remat: bool = False
+    compute: Compute = "auto"
+    remat: Remat = "none"
     seed: int = 0
     eval_every: int = 200
     eval_documents: int = 32
     checkpoint_every: int = 200
     keep_checkpoints: int = 2
+    spike_factor: float = 3.0
+    spike_steps: int = 20
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, least = getattr(self, field.name), _LEAST.get(field.name, 0)
-            kinds = {"int": (int,), "float": (int, float), "bool": (bool,)}[str(field.type)]
-            right = isinstance(value, kinds) and isinstance(value, bool) == (field.type == "bool")
+            if choices := _CHOICES.get(field.name):
+                if value not in choices:
+                    raise D3DError(
+                        f"training setting {field.name} must be one of {', '.join(choices)}, "
+                        f"found {value!r}"
+                    )
+                continue
+            kinds = {"int": (int,), "float": (int, float)}[str(field.type)]
+            right = isinstance(value, kinds) and not isinstance(value, bool)
             if not right or not math.isfinite(value) or value < least:
                 raise D3DError(
                     f"training setting {field.name} must be of type {field.type} and at least "
@@ -75,6 +93,7 @@ class TrainConfig:
             )
 
 
+_CHOICES = {"compute": get_args(Compute), "remat": get_args(Remat)}
 # The least value of settings of which 0 makes no sense.
 _LEAST = dict.fromkeys(
     (
@@ -87,6 +106,7 @@ _LEAST = dict.fromkeys(
         "eval_every",
         "checkpoint_every",
         "keep_checkpoints",
+        "spike_steps",
     ),
     1,
 )

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from d3d_jax import layout as layouts
+from d3d_jax.config import Remat
 from d3d_jax.drafter import Drafter
 from d3d_jax.models import decoder
+from d3d_jax.models.sharding import constrain
 
 # Rows of a sequence whose logits exist at once: 1024 × 151,936 float32 is 0.6 GB.
 LOSS_CHUNK = 1024
@@ -92,7 +94,8 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy of rows without ever holding all their logits.
 
-    Chunks run along T and keep B, so that a batch sharded over devices stays sharded.
+    Chunks run along T and keep B, so that a batch sharded over devices stays sharded; of a split
+    vocabulary each device has its own part of the logits, and only sums over them are exchanged.
 
     Args:
       hidden: [B, T, D]. head: [V, D]. labels: [B, T] int32.
@@ -107,11 +110,17 @@ def cross_entropy(
     pad = ((0, 0), (0, count * chunk - rows))
     hidden = jnp.pad(hidden, (*pad, (0, 0))).reshape(batch, count, chunk, dim).swapaxes(0, 1)
     labels = jnp.pad(labels, pad).reshape(batch, count, chunk).swapaxes(0, 1)
+    # Once for all chunks: a hidden size split over fsdp is gathered here and not in the loop.
+    head = constrain(head, "v.")
+    vocabulary = jnp.arange(head.shape[0])
 
     @jax.checkpoint
     def one(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits = decoder.linear(part[0], head, jnp.float32)
-        label = jnp.take_along_axis(logits, part[1][..., None], axis=-1)[..., 0]
+        logits = decoder.linear(constrain(part[0], "b.."), head, jnp.float32)
+        logits = constrain(logits, "b.v")
+        # A sum, because to look up one of a split axis every device would need all of it.
+        is_label = vocabulary == part[1][..., None]
+        label = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
         return jax.nn.logsumexp(logits, axis=-1) - label, decoder.likeliest(logits) == part[1]
 
     loss, hit = jax.lax.map(one, (hidden, labels))
@@ -130,7 +139,7 @@ def drafter_loss(
     denominators: tuple[jax.Array, jax.Array],
     ar_weight: float,
     *,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """This batch's part of the objective.
 

@@ -20,6 +20,7 @@ from d3d_jax.commands.train import train
 from d3d_jax.infer.demo_report import check_writable
 from d3d_jax.models import checkpoint
 from d3d_jax.models.registry import resolve_model
+from d3d_jax.models.sharding import make_mesh
 from d3d_jax.train.config import load_config
 from d3d_jax.train.dataset import open_dataset
 
@@ -79,9 +80,8 @@ def make_drafter(
     note("3 of 4: training it")
     drafter, params = load_checked(initial, target)
     # One device: the second CPU device would only split the same cores.
-    exported = train(
-        drafter, params, load_config(CONFIG), data, work / "run", devices=jax.devices()[:1]
-    )
+    mesh = make_mesh(jax.devices()[:1])
+    exported = train(drafter, params, load_config(CONFIG), data, work / "run", mesh)
     note("4 of 4: its acceptance length on held-out prompts, without running the target")
     trained, params = load_checked(exported, target)
     print_figures(measure(trained, params, open_dataset(data, "validation")))

@@ -116,6 +116,38 @@ class Placement(TargetPlacement):
 
 
 @dataclasses.dataclass(frozen=True)
+class Processes:
+    """Whether this is one of several processes that are given the same command.
+
+    Attributes:
+      distributed: It is, as Slurm, a TPU pod or JAX's environment variables say.
+      coordinator: It is, and this is where the first of them listens.
+      num_processes: How many they are.
+      process_id: Which of them this is, from 0.
+    """
+
+    distributed: bool = False
+    coordinator: Annotated[str | None, arg("HOST:PORT", "from the environment")] = None
+    num_processes: Annotated[int | None, arg("N", "from the environment")] = None
+    process_id: Annotated[int | None, arg("I", "from the environment")] = None
+
+    def __post_init__(self) -> None:
+        at_least(1, num_processes=self.num_processes)
+        at_least(0, process_id=self.process_id)
+        given = [o is not None for o in (self.coordinator, self.num_processes, self.process_id)]
+        if any(given) and not all(given):
+            raise D3DError(
+                "--coordinator, --num-processes and --process-id go together; --distributed alone "
+                "takes them from the environment"
+            )
+
+    @property
+    def several(self) -> bool:
+        """Whether it is one of several."""
+        return self.distributed or self.coordinator is not None
+
+
+@dataclasses.dataclass(frozen=True)
 class Decoding:
     """How to decode.
 

@@ -15,6 +15,7 @@ from d3d_jax.commands.option_groups import (
     Decoding,
     DType,
     Placement,
+    Processes,
     SamplingOptions,
     System,
     TargetPlacement,
@@ -122,6 +123,11 @@ class Train:
       target: The drafter's target model.
       out: Folder of the run; the trained drafter is exported to its drafter/.
       drafter_devices: Devices to train on, as indices of jax.devices().
+      fsdp: Over how many of them weights and optimizer state are split by hidden size, each
+        having rows of its own.
+      tensor: Over how many of them heads, intermediate size and vocabulary are split; the devices
+        that both leave take parts of the batch.
+      processes: Whether this is one of several processes that train together.
       overrides: Settings that replace those of the config: key=value ...
     """
 
@@ -131,10 +137,18 @@ class Train:
     target: Annotated[str, arg("MODEL")]
     out: Annotated[Path, arg("DIR")]
     drafter_devices: Annotated[str | None, arg("I-J,K", "all")] = None
+    fsdp: int = 1
+    tensor: int = 1
+    processes: Processes = dataclasses.field(default_factory=Processes)
     overrides: Annotated[tyro.conf.Positional[tuple[str, ...]], arg("[KEY=VALUE ...]", "")] = ()
 
     def __post_init__(self) -> None:
+        at_least(1, fsdp=self.fsdp, tensor=self.tensor)
         device_indices("--drafter-devices", self.drafter_devices)
+        if self.processes.several and self.drafter_devices is not None:
+            raise D3DError(
+                "--drafter-devices chooses devices of one process; several train on all they have"
+            )
 
     @property
     def drafter_indices(self) -> tuple[int, ...] | None:

@@ -16,6 +16,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from d3d_jax.commands.option_groups import Processes
 from d3d_jax.compilation import keep_compiled
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.model import ModelFiles
@@ -25,6 +26,8 @@ console = Console(stderr=True, highlight=False)
 # A log file gets a line of progress no more often than this, in seconds.
 _LINE_EVERY = 10.0
 _MOST_CPU_DEVICES = 64
+# How long a process that is done waits for the others to be.
+_SHUTDOWN_SECONDS = 60
 
 
 def start_jax(cpu_devices: int = 1) -> None:
@@ -47,6 +50,26 @@ def start_jax(cpu_devices: int = 1) -> None:
         keep_compiled()
     except D3DError as error:
         note(f"{error}.")
+
+
+def join_processes(processes: Processes) -> None:
+    """Meets the other processes of this run; before anything touches a device.
+
+    Raises:
+      D3DError: the environment does not say where they meet, or they did not come.
+    """
+    try:
+        jax.distributed.initialize(
+            processes.coordinator,
+            processes.num_processes,
+            processes.process_id,
+            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise D3DError(
+            "the processes of this run cannot meet; give --coordinator, --num-processes and "
+            f"--process-id ({error})"
+        ) from None
 
 
 def note(sentence: str) -> None:

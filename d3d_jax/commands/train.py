@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from d3d_jax.commands.evaluate import check_data, load_checked
 from d3d_jax.commands.options import Train
-from d3d_jax.commands.runtime import Bar, note, start_jax
+from d3d_jax.commands.runtime import Bar, join_processes, note, start_jax
 from d3d_jax.drafter import Drafter, Params
 from d3d_jax.infer.placement import chosen_devices
+from d3d_jax.models.sharding import make_mesh
+from d3d_jax.processes import is_first
 from d3d_jax.train.config import TrainConfig, load_config
 from d3d_jax.train.dataset import open_dataset
 from d3d_jax.train.trainer import Trainer
@@ -19,10 +23,17 @@ def run(options: Train) -> None:
     """Checks that config, data, drafter and target fit together, then trains."""
     config = load_config(options.config, options.overrides)
     drafter, params = load_checked(options.drafter, options.target)
-    start_jax(cpu_devices=max(options.drafter_indices or (0,)) + 1)
+    if options.processes.several:
+        start_jax()
+        join_processes(options.processes)
+    else:
+        named = max(options.drafter_indices or (0,)) + 1
+        start_jax(cpu_devices=max(named, options.fsdp * options.tensor))
     devices = chosen_devices("--drafter-devices", options.drafter_indices)
-    exported = train(drafter, params, config, options.data, options.out, devices)
-    note(f"the trained drafter is in {exported}")
+    mesh = make_mesh(devices, fsdp=options.fsdp, tensor=options.tensor)
+    exported = train(drafter, params, config, options.data, options.out, mesh)
+    if is_first():
+        note(f"the trained drafter is in {exported}")
 
 
 def train(
@@ -31,12 +42,12 @@ def train(
     config: TrainConfig,
     data: Path,
     out: Path,
-    devices: list[Any] | None = None,
+    mesh: Mesh | None = None,
 ) -> Path:
     """Trains with a progress bar; continues the run that `out` holds.
 
     Args:
-      devices: what to train on; None: all there are.
+      mesh: what to train on; None: all devices, each with its own rows.
 
     Returns:
       The exported drafter's folder.
@@ -47,8 +58,8 @@ def train(
     dataset, validation = open_dataset(data, "train"), open_dataset(data, "validation")
     check_data(drafter, dataset)
     with Bar("training", config.steps) as bar:
-        report = _Report(bar)
-        trainer = Trainer(drafter, params, config, dataset, validation, out, report, devices)
+        report = _Report(bar) if is_first() else lambda metrics: None
+        trainer = Trainer(drafter, params, config, dataset, validation, out, report, mesh)
         return trainer.train()
 
 

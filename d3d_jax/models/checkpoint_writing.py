@@ -21,6 +21,7 @@ from d3d_jax.errors import D3DError
 from d3d_jax.models import parameters
 from d3d_jax.models.checkpoint import companion_files, special_token_ids
 from d3d_jax.models.safetensors_folder import INDEX, WEIGHTS
+from d3d_jax.processes import is_first, told_by_first
 
 # What the hub's tools keep to.
 MAX_SHARD_BYTES = 5 * 10**9
@@ -105,32 +106,27 @@ def _write_together(
 
     None waits for one that has failed: the first says so before and after the parts are gathered.
     """
-    from jax.experimental import multihost_utils
-
-    def told(went_well: bool) -> bool:
-        return bool(multihost_utils.broadcast_one_to_all(np.int32(went_well)))
-
-    if jax.process_index() > 0:
-        if told(False):
+    if not is_first():
+        if told_by_first(False):
             _write_weights(None, shards)
-        if not told(False):
+        if not told_by_first(False):
             raise D3DError(f"the first process cannot write {folder}; its own error says why")
         return
     began = False
 
     def fill_together(partial: Path) -> None:
         nonlocal began
-        began = told(True)
+        began = told_by_first(True)
         fill(partial)
 
     try:
         write_folder(folder, fill_together)
     except D3DError:
         if not began:
-            told(False)
-        told(False)
+            told_by_first(False)
+        told_by_first(False)
         raise
-    told(True)
+    told_by_first(True)
 
 
 def _num_layers(params: dict[str, Any]) -> int:

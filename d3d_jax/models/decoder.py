@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, overload
 
 import jax
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from d3d_jax.config import ModelConfig
+from d3d_jax.config import ModelConfig, Remat
 from d3d_jax.kernels.packed_attention import packed_attention
 from d3d_jax.layout import PackedLayout
 from d3d_jax.models.cache import KVCache, LayerKV, write
@@ -317,7 +318,7 @@ def forward(
     layout: PackedLayout,
     cache: None = None,
     *,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> tuple[jax.Array, None]: ...
 
 
@@ -338,7 +339,7 @@ def forward(
     layout: PackedLayout,
     cache: KVCache | None = None,
     *,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> tuple[jax.Array, KVCache | None]:
     """The one forward pass: training, prefill, decoding, verification, drafts.
 
@@ -347,7 +348,8 @@ def forward(
       cache: keys and values of earlier tokens. The clean rows are written after `cache.length`
         (which the caller advances by what it accepts) and become part of the keys. Without a
         cache the clean rows are the keys.
-      remat: recompute each layer in the backward pass instead of keeping its activations.
+      remat: what the backward pass recomputes instead of keeping it: nothing, each layer
+        (`full`), or each layer but the products with its weights (`dots`).
 
     Returns:
       Hidden states [B, T, D] after the final norm, and the cache with the clean rows written.
@@ -371,8 +373,18 @@ def forward(
         def body(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
             return _layer(config, layer)(x, tables, layout)[0], None
 
-        x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, layers)
+        x, _ = jax.lax.scan(_recomputed(body, remat), x, layers)
     return rms_norm(x, params["norm"], config.rms_norm_eps), cache
+
+
+def _recomputed(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """The body of a scan over layers with what its backward pass is to keep."""
+    if remat == "none":
+        return body
+    policies = jax.checkpoint_policies
+    kept = policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    # The scan itself keeps XLA from merging the two computations.
+    return jax.checkpoint(body, policy=kept, prevent_cse=False)
 
 
 def head_weight(params: Params) -> jax.Array:

@@ -1,0 +1,161 @@
+"""One training step on meshes of eight devices against one; its collectives and its types."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from d3d_jax.models import parameters, sharding
+from d3d_jax.train import step as steps
+from d3d_jax.train.packing import build_row
+from tests.hlo import collectives, largest_result
+from tests.tiny_models import tiny_config, tiny_drafter, tiny_params
+from tests.train.tiny_runs import CONFIG
+
+# Everything divides: two kv heads of four query heads, a draft vocabulary, rows over eight devices.
+# The vocabulary is the largest axis, so that what is gathered of it shows.
+MODEL = tiny_config(
+    vocab_size=512, num_attention_heads=8, head_dim=8, hidden_size=32, num_hidden_layers=8
+)
+LAYERS = (0, 2, 4, 6)
+DRAFT_VOCAB = np.arange(0, 512, 2)
+ROWS, TOKENS, BLOCKS = 16, 24, 6
+
+
+def batch():
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(ROWS):
+        first, second = rng.integers(0, MODEL.vocab_size, (2, 11))
+        documents = [(first, 4, np.array([4, 6, 9])), (second[:7], 2, np.array([2, 5]))]
+        rows.append(build_row(documents, TOKENS, BLOCKS))
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@functools.cache
+def initial(shared):
+    """A drafter and its parameters; with its target's embedding and head, or its own."""
+    changes = dict(shares=("embed", "head"), vocab=DRAFT_VOCAB) if shared else dict(shares=())
+    drafter, params = tiny_drafter(MODEL, tiny_params(MODEL), layers=LAYERS, **changes)
+    return drafter, jax.device_get(params)
+
+
+def prepare(mesh, shared, optimizer, **changes):
+    """The jitted step and its first arguments on a mesh."""
+    drafter, params = initial(shared)
+    mesh = sharding.model_mesh(mesh, drafter.model)
+    changes = dict(batch_rows=ROWS, compute="float32") | changes
+    config = dataclasses.replace(CONFIG, **changes)
+    frozen, trained = steps.split(drafter, params)
+    shardings = steps.state_shardings(optimizer, trained, mesh)
+    state = steps.initial_state(optimizer, trained, shardings)
+    frozen = steps.place(steps.cast(frozen, config.compute), parameters.shardings(frozen, mesh))
+    index = steps.draft_index(drafter, params)
+    signals = np.zeros((1,), np.int32)
+    rows = sharding.named("b.", (ROWS, 1), mesh, sharding.ACTIVATION_RULES)
+    placed = jax.device_put(batch(), rows)
+    step = steps.make_step(drafter, config, optimizer, shardings)
+    return step, (state, frozen, index, placed, signals)
+
+
+def train(mesh, shared, count=3, optimizer=None, **changes):
+    # Adam makes steps of one size of the least differences: a small one.
+    optimizer = optimizer or steps.make_optimizer(dataclasses.replace(CONFIG, learning_rate=1e-3))
+    step, (state, *rest) = prepare(mesh, shared, optimizer, **changes)
+    for _ in range(count):
+        state, metrics = step(state, *rest)
+    return jax.device_get((state["params"], metrics))
+
+
+@functools.cache
+def on_one_device(shared):
+    return train(sharding.make_mesh(jax.devices()[:1]), shared)
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "sizes, shared",
+    [
+        (dict(data=2, fsdp=2, tensor=2), True),
+        (dict(data=2, fsdp=4, micro_batches=2), False),
+        slow(dict(tensor=8), True),
+        slow(dict(tensor=8), False),
+        slow(dict(fsdp=8), True),
+        slow(dict(data=2, fsdp=2, tensor=2, micro_batches=4), False),
+    ],
+    ids=str,
+)
+def test_parameters_after_some_steps_are_those_of_one_device(sizes, shared):
+    sizes = dict(sizes)
+    changes = {"micro_batches": sizes.pop("micro_batches", 1)}
+    count = int(np.prod(list(sizes.values())))
+    got, metrics = train(sharding.make_mesh(jax.devices()[:count], **sizes), shared, **changes)
+    expected, expected_metrics = on_one_device(shared)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max()),
+        (got, metrics),
+        (expected, expected_metrics),
+    )
+
+
+def test_the_state_is_split_and_frozen_parameters_have_none():
+    mesh = sharding.make_mesh(jax.devices(), data=2, fsdp=2, tensor=2)
+    step, (state, frozen, *rest) = prepare(mesh, True, steps.make_optimizer(CONFIG))
+    state, _ = step(state, frozen, *rest)
+    assert set(frozen) == {"embed", "head", "draft_vocab"}
+    matrices = 0
+    for tree in (state["params"], *optax.tree.get_all_with_path(state["opt"], "mu")[0][1:]):
+        assert not set(tree) & set(frozen)
+        for leaf in jax.tree.leaves(tree["layers"]):
+            if leaf.ndim == 3:
+                matrices += 1
+                assert leaf.addressable_shards[0].data.size * 4 == leaf.size
+    assert matrices == 2 * 7
+    assert frozen["head"].addressable_shards[0].data.shape == (128, 16)
+
+
+def compile_step(sizes, shared, **changes):
+    count = int(np.prod(list(sizes.values())))
+    mesh = sharding.make_mesh(jax.devices()[:count], **sizes)
+    step, arguments = prepare(mesh, shared, steps.make_optimizer(CONFIG), **changes)
+    return step.lower(*arguments).compile()
+
+
+def test_fsdp_gathers_a_matrix_at_a_time():
+    compiled = compile_step(dict(fsdp=8), True)
+    # The embedding, once; a layer's largest matrix is smaller, a stack of them is not.
+    layer = MODEL.intermediate_size * MODEL.hidden_size
+    vocabulary = MODEL.vocab_size * MODEL.hidden_size
+    assert largest_result(compiled, "all-gather") == vocabulary
+    assert largest_result(compiled, "all-reduce") <= layer
+
+
+def test_a_split_vocabulary_exchanges_sums_and_no_logits():
+    compiled = compile_step(dict(tensor=8), True)
+    found = collectives(compiled)
+    rows = ROWS * (TOKENS + BLOCKS * 4) * MODEL.hidden_size
+    assert "all-gather" not in found
+    assert largest_result(compiled, "all-reduce") <= rows
+
+
+@pytest.mark.parametrize("remat", ["dots", slow("none"), slow("full")])
+def test_bfloat16_steps_keep_float32_masters_and_near_gradients(remat):
+    mesh = sharding.make_mesh(jax.devices()[:1])
+    sgd = optax.sgd(1.0)
+    before = steps.split(*initial(True))[1]
+    gradients, losses = [], []
+    for changes in (dict(), dict(compute="bfloat16", remat=remat)):
+        after, metrics = train(mesh, True, 1, sgd, **changes)
+        assert {leaf.dtype for leaf in jax.tree.leaves(after)} == {np.dtype(np.float32)}
+        gradients.append(jax.tree.map(np.subtract, before, after))
+        losses.append(metrics["loss"])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)
+    difference = optax.tree.norm(jax.tree.map(jnp.subtract, *gradients))
+    assert 0 < difference < 0.05 * optax.tree.norm(gradients[0])

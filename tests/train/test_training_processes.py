@@ -1,0 +1,185 @@
+"""Real processes that train: two on one mesh, killed, stopped and continued; one killed again and
+again.
+
+The file is its own child program: `python -m tests.train.test_training_processes FOLDER RUN PORT
+COUNT INDEX`.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from d3d_jax.commands import option_groups
+from d3d_jax.commands.runtime import join_processes
+from d3d_jax.errors import D3DError, LostProcessError
+from d3d_jax.models.sharding import make_mesh
+from tests.models.test_processes import free_port
+from tests.train.tiny_runs import make_dataset, make_trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 150
+CHANGES = dict(
+    steps=24, batch_rows=4, learning_rate=1e-3, eval_every=12, checkpoint_every=4, warmup_steps=2
+)
+
+
+def child(folder, run, port, count, index):
+    """Trains in `RUN` as process INDEX of COUNT, slowly enough to be interrupted."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4 // count)
+    if count > 1:
+        join_processes(
+            option_groups.Processes(
+                coordinator=f"127.0.0.1:{port}", num_processes=count, process_id=index
+            )
+        )
+    # Weights are split over both processes, and so are rows.
+    mesh = make_mesh(data=2, fsdp=2)
+    trainer = make_trainer(
+        folder / run, folder / "data/dataset", lambda _: time.sleep(0.1), mesh=mesh, **CHANGES
+    )
+    trainer.train()
+
+
+class Processes:
+    """Children of one run, of which any that is left is killed in the end."""
+
+    def __init__(self, folder, run, count):
+        command = [sys.executable, "-m", "tests.train.test_training_processes", str(folder), run]
+        command += [str(free_port()), str(count)]
+        self.metrics = folder / run / "metrics.jsonl"
+        self.logs = [folder / f"{run} {i} of {count}.log" for i in range(count)]
+        self.children = []
+        for index, log in enumerate(self.logs):
+            with log.open("w") as out:
+                self.children.append(
+                    subprocess.Popen([*command, str(index)], cwd=ROOT, stdout=out, stderr=out)
+                )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for one in self.children:
+            one.kill()
+            one.wait()
+
+    def logged(self):
+        return len(self.metrics.read_text().splitlines()) if self.metrics.exists() else 0
+
+    def wait_for_step(self, step):
+        end = time.monotonic() + SECONDS
+        while self.logged() < step and time.monotonic() < end:
+            assert all(one.poll() is None for one in self.children), self.said()
+            time.sleep(0.02)
+        assert self.logged() >= step, self.said()
+
+    def wait(self, seconds=SECONDS):
+        """Exit states."""
+        end = time.monotonic() + seconds
+        for one in self.children:
+            try:
+                one.wait(max(end - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                pytest.fail(f"still running after {seconds} s\n{self.said()}")
+        return [one.returncode for one in self.children]
+
+    def said(self):
+        return "\n".join(f"process {i}:\n{log.read_text()}" for i, log in enumerate(self.logs))
+
+
+def final_state(folder, run):
+    """The last checkpoint, on this process's first device whatever it was written on."""
+    path = (folder / run / "checkpoints" / str(CHANGES["steps"]) / "default").absolute()
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with ocp.StandardCheckpointer() as checkpointer:
+        like = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            checkpointer.metadata(path).item_metadata.tree,
+        )
+        return jax.device_get(checkpointer.restore(path, like))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "data").mkdir()
+    make_dataset(folder / "data")
+    return folder
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def test_two_processes_train_as_one_through_a_stop_and_a_death(folder):
+    with Processes(folder, "straight", 2) as straight:
+        assert straight.wait() == [0, 0], straight.said()
+    records = [json.loads(line) for line in straight.metrics.read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, CHANGES["steps"] + 1))
+    make_trainer(
+        folder / "alone", folder / "data/dataset", mesh=make_mesh(jax.devices()[:1]), **CHANGES
+    ).train()
+    expected, got = final_state(folder, "alone"), final_state(folder, "straight")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max()),
+        got["params"],
+        expected["params"],
+    )
+    assert (folder / "straight/drafter/config.json").exists()
+
+    # A signal to either stops both at the same step.
+    with Processes(folder, "broken", 2) as both:
+        both.wait_for_step(2)
+        both.children[1].send_signal(signal.SIGTERM)
+        assert both.wait() == [143, 143], both.said()
+        assert both.said().count("stopped by SIGTERM at step") == 2
+    # The death of one ends the other.
+    with Processes(folder, "broken", 2) as both:
+        both.wait_for_step(10)
+        both.children[1].kill()
+        assert both.wait()[0] not in (0, -signal.SIGKILL), both.said()
+        # JAX says so where the other was missed outside of a step, while files were written.
+        said = both.logs[0].read_text()
+        assert "another process of this run has ended" in said or "another task died" in said
+    with Processes(folder, "broken", 2) as both:
+        assert both.wait() == [0, 0], both.said()
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        final_state(folder, "broken"),
+        final_state(folder, "straight"),
+    )
+
+
+def test_a_process_killed_at_random_points_ends_at_the_same_bits(folder):
+    with Processes(folder, "whole", 1) as one:
+        assert one.wait() == [0], one.said()
+    points = random.Random(0)
+    for _ in range(4):
+        with Processes(folder, "killed", 1) as one:
+            one.wait_for_step(min(one.logged() + 1, CHANGES["steps"] - 1))
+            time.sleep(points.random())
+    with Processes(folder, "killed", 1) as one:
+        assert one.wait() == [0], one.said()
+    jax.tree.map(
+        np.testing.assert_array_equal, final_state(folder, "killed"), final_state(folder, "whole")
+    )
+
+
+if __name__ == "__main__":
+    try:
+        child(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))
+    except D3DError as error:
+        print(error, file=sys.stderr)
+        if isinstance(error, LostProcessError):
+            os._exit(error.exit_status)  # as `d3d` does
+        sys.exit(error.exit_status)

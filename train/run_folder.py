@@ -1,0 +1,132 @@
+"""A run's folder: its settings, the metrics of its steps, its checkpoints.
+
+    config.json      what the run was started with; another run is refused
+    metrics.jsonl    a line a step
+    checkpoints/     the newest, and the one with the best τ
+    diverged/        the state in which a run was given up
+
+With several processes all open it, on one file system, and the first writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
+
+from d3d_jax.errors import D3DError, LostProcessError
+from d3d_jax.processes import first_does, is_first
+from d3d_jax.train.responses import write_atomic
+from d3d_jax.train.step import State
+
+
+class RunFolder:
+    """Opens a run's folder, new or interrupted.
+
+    Args:
+      settings: everything that makes the run what it is, as JSON.
+      keep: how many of the newest checkpoints are kept.
+
+    Raises:
+      D3DError: the folder cannot be written, or holds a run with other settings.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], keep: int) -> None:
+        self.path, self._keep = path, keep
+        self._metrics = path / "metrics.jsonl"
+        file, text = path / "config.json", json.dumps(settings, indent=2) + "\n"
+
+        def write() -> None:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise D3DError(f"cannot write the run folder {path}: {error}") from None
+            if not file.exists():
+                write_atomic(file, text)
+
+        first_does(write, f"cannot write the run folder {path}")
+        try:
+            present = file.read_text()
+        except OSError as error:
+            raise D3DError(f"cannot read the run folder {path}: {error}") from None
+        if present != text:
+            raise D3DError(
+                f"{path} holds a run with other settings, data or initial drafter; choose "
+                "another folder"
+            )
+
+    @contextlib.contextmanager
+    def checkpoints(self) -> Iterator[ocp.CheckpointManager]:
+        """Its checkpoints, written in the background; at the end all are whole."""
+        policies = [
+            managers.LatestN(self._keep),
+            managers.BestN(get_metric_fn=_tau, n=1, keep_checkpoints_without_metrics=False),
+        ]
+        options = ocp.CheckpointManagerOptions(
+            best_fn=_tau, preservation_policy=managers.AnyPreservationPolicy(policies)
+        )
+        manager = ocp.CheckpointManager((self.path / "checkpoints").absolute(), options=options)
+        try:
+            yield manager
+        except LostProcessError:
+            raise  # closing would wait for that process
+        except BaseException:
+            manager.close()
+            raise
+        manager.close()
+
+    def save(
+        self, manager: ocp.CheckpointManager, number: int, state: State, tau: float | None
+    ) -> None:
+        """Begins to write the state after a step; returns when the state may be given away."""
+        manager.save(number, args=ocp.args.StandardSave(state), metrics={"tau": tau or 0.0})
+
+    def restore(self, manager: ocp.CheckpointManager, like: State) -> State:
+        """The state of the newest checkpoint, placed as `like` is, or `like` where there is none.
+
+        Raises:
+          D3DError: the checkpoint is damaged.
+        """
+        step = manager.latest_step()
+        if step is None:
+            return like
+        try:
+            return manager.restore(step, args=ocp.args.StandardRestore(like))
+        except (ValueError, KeyError, OSError) as error:
+            raise D3DError(
+                f"the checkpoint {self.path / 'checkpoints' / str(step)} cannot be read; remove "
+                f"that folder to go on from the one before, or the run to begin again ({error})"
+            ) from error
+
+    def save_diverged(self, number: int, state: State) -> Path:
+        """Writes a state to look at, apart from those that a run continues from."""
+        path = self.path / "diverged" / str(number)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path.absolute(), state, force=True)
+        return path
+
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Drops logged steps after a checkpoint, which will be run again; returns the others."""
+        if not self._metrics.exists():
+            return []
+        # A killed run may have left half a line at the end.
+        lines = [line for line in self._metrics.read_text().splitlines() if line.endswith("}")]
+        records = [record for line in lines if (record := json.loads(line))["step"] <= step]
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        first_does(lambda: write_atomic(self._metrics, text), f"cannot write {self._metrics}")
+        return records
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Adds a step's line."""
+        if is_first():
+            with self._metrics.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def _tau(metrics: dict[str, float]) -> float:
+    return metrics["tau"]
