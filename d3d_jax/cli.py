@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "train": (options.Train, "d3d_jax.commands.train"),
     "evaluate": (options.Evaluate, "d3d_jax.commands.evaluate"),
     "calibrate": (options.Calibrate, "d3d_jax.commands.calibrate"),
+    "compile-check": (options.CompileCheck, "d3d_jax.commands.compile_check"),
     "plan": (options.Plan, "d3d_jax.commands.plan"),
 }
 _DESCRIPTION = "Lossless speculative decoding with standalone block-diffusion drafters."
