@@ -78,11 +78,13 @@ def test_loops_of_unknown_length_count_once(old, new):
 
 
 def test_loops_of_stated_length_and_branches_count():
-    line = "%while.1 = (f32[4,128]{1,0}, u32[], u32[]) while(%tuple), condition=%condition, body=%body"
+    line = (
+        "%while.1 = (f32[4,128]{1,0}, u32[], u32[]) while(%tuple), condition=%condition, body=%body"
+    )
     stated = line + ', backend_config={"known_trip_count":{"n":"28"}}'
     found = find_collectives(TPU.replace(line, stated))
     assert [c.times for c in found if c.kind == "collective-permute"] == [28]
-    branches = "%c = f32[4,128]{1,0} conditional(%i, %a), branch_computations={%body, %done}"
+    branches = "f32[4,128]{1,0}) conditional(%i, %a), branch_computations={%body, %done}"
     found = find_collectives(TPU.replace(line, branches))
     assert [c.times for c in found if c.kind == "collective-permute"] == [1]
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from d3d_jax import topologies
 from d3d_jax.branches import parse_policy
 from d3d_jax.commands import check_programs as programs
-from d3d_jax.commands.options import CompileCheck
+from d3d_jax.commands.check_options import CompileCheck
 from d3d_jax.commands.runtime import busy, note
 from d3d_jax.compiled import GIB, Needs, compile_and_measure
 from d3d_jax.config import DrafterConfig, ModelConfig
@@ -154,45 +154,57 @@ def _check_budget(found: list[dict[str, Any]], topology: Topology) -> None:
 
 
 def _print(figures: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    memory = Table(
-        title=f"{figures['topology']}: {figures['chips']} chips, {figures['devices']} devices of "
-        f"{figures['device_bytes'] / GIB:.4g} GiB; GiB a device"
+    hardware = (
+        f"{figures['topology']}: {figures['chips']} chips, {figures['devices']} devices of "
+        f"{figures['device_bytes'] / GIB:.4g} GiB"
     )
-    exchange = Table(title="collectives of one run; GiB that a device receives")
-    for name in ("program", "mesh"):
-        memory.add_column(name)
-    for name in ("arguments", "temporaries", "outputs", "aliased", "code", "total", "of device"):
-        memory.add_column(name, justify="right")
-    for name in ("TFLOP", "kernels", "compiled in"):
-        memory.add_column(name, justify="right")
-    for name in ("program", "kind"):
-        exchange.add_column(name)
-    for name in ("count", "GiB", "largest"):
-        exchange.add_column(name, justify="right")
+    memory = _table(
+        f"{hardware}; GiB a device",
+        ("program",),
+        ("arguments", "temporaries", "new outputs", "code", "total", "of device"),
+    )
+    work = _table(
+        "one run; TFLOP a device", ("program", "mesh"), ("TFLOP", "kernels", "compiled in")
+    )
+    exchange = _table(
+        "collectives of one run; GiB a device is given",
+        ("program", "kind"),
+        ("count", "GiB", "largest"),
+    )
     for program in figures["programs"]:
-        memory.add_row(*_memory_row(program, figures["device_bytes"]))
+        name, mesh = program["name"], program["mesh"]
+        memory.add_row(name, *_memory_row(program, figures["device_bytes"]))
+        work.add_row(
+            name,
+            " × ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one device",
+            f"{program['flops_per_device'] / 1e12:.4g}",
+            str(program["kernels"]),
+            f"{program['compile_seconds']:.1f} s",
+        )
         for kind, found in program["collectives"].items():
-            sizes = (f"{found[name] / GIB:.4f}" for name in ("bytes", "largest"))
-            exchange.add_row(program["name"], kind, str(found["count"]), *sizes)
-    console.print(memory)
-    if exchange.row_count:
-        console.print(exchange)
+            sizes = (f"{found[size] / GIB:.4f}" for size in ("bytes", "largest"))
+            exchange.add_row(name, kind, str(found["count"]), *sizes)
+    console = Console(highlight=False)
+    for table in (memory, work, exchange):
+        if table.row_count:
+            console.print(table)
+
+
+def _table(title: str, words: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
+    table = Table(title=title)
+    for name in words:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
 
 
 def _memory_row(program: dict[str, Any], device_bytes: int) -> list[str]:
-    mesh = " × ".join(f"{name} {size}" for name, size in program["mesh"].items() if size > 1)
-    parts = program["memory"] or {}
-    names = ("arguments", "temporaries", "outputs", "aliased", "code")
-    sizes = [f"{parts[name] / GIB:.2f}" if parts else "" for name in names]
-    total = program["bytes_per_device"]
-    return [
-        program["name"],
-        mesh or "one device",
-        *sizes,
-        f"{total / GIB:.2f}",
-        f"{total / device_bytes:.0%}",
-        f"{program['flops_per_device'] / 1e12:.4g}",
-        str(program["kernels"]),
-        f"{program['compile_seconds']:.1f} s",
-    ]
+    """Columns of sizes; of a program that does not fit only the total is known."""
+    total, parts = program["bytes_per_device"], program["memory"]
+    sizes = [""] * 4
+    if parts is not None:
+        new = parts["outputs"] - parts["aliased"]
+        found = (parts["arguments"], parts["temporaries"], new, parts["code"])
+        sizes = [f"{size / GIB:.2f}" for size in found]
+    return [*sizes, f"{total / GIB:.2f}", f"{total / device_bytes:.0%}"]
