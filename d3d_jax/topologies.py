@@ -19,10 +19,16 @@ from jax.experimental import topologies
 
 from d3d_jax.errors import D3DError
 
-# GiB of HBM on a chip; vendors' GB are powers of 1024 for TPUs and of 1000 for GPUs.
+# GiB of HBM on a chip: the GB of TPUs are GiB, those of GPUs are not.
 TPU_HBM = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
 H200_HBM = 141e9 / 2**30
 _NODE = 8
+# libtpu looks for the TPUs of this machine otherwise, which takes minutes and ends with warnings.
+_NO_TPU_HERE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+}
 
 # What XLA asks of a GPU: those of an H200 SXM.
 _H200 = """
@@ -104,8 +110,8 @@ def find(name: str) -> Topology:
             "the TPU compiler is not installed: pip install 'd3d_jax[tpu]', or set it up beside "
             "the environment with make compile-tpu and name it in PYTHONPATH"
         )
-    # libtpu asks Google's metadata server for a TPU otherwise, which takes minutes to fail.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    for variable, value in _NO_TPU_HERE.items():
+        os.environ.setdefault(variable, value)
     devices = _describe(name, platform="tpu", topology_name=name)
     found = len({tuple(device.coords) for device in devices})
     hbm = TPU_HBM[generation] * 2**30 * found // len(devices)
