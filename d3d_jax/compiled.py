@@ -14,6 +14,7 @@ from d3d_jax import flops, hlo
 
 GIB = 2**30
 _USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+_KERNEL = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*)"')
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -64,7 +65,7 @@ class Needs:
       seconds: it took to compile.
       total: bytes on one device; of a program that does not fit, as far as the compiler got.
       memory: None where the compiler gave up because the program does not fit.
-      flops: of one device, if all share the work alike.
+      flops: of one device, if all share the work alike (`d3d_jax.flops`: kernels of GPUs count 0).
       collectives: by kind.
       kernels: attention kernels in the program, one in a loop's body counting once.
     """
@@ -96,7 +97,7 @@ def compile_and_measure(traced: Any, devices: int) -> Needs:
         return Needs(time.perf_counter() - began, total, None, work, {}, 0)
     seconds = time.perf_counter() - began
     memory, text = _memory(compiled), compiled.as_text()
-    kernels = text.count('custom_call_target="tpu_custom_call"') + text.count("mosaic_gpu")
+    kernels = len(_KERNEL.findall(text))
     return Needs(seconds, memory.total, memory, work, _exchanges(text), kernels)
 
 

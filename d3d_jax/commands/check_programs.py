@@ -106,7 +106,7 @@ def target_steps(
     settings = _whole(rows, role.mesh)
     handover = _whole(jax.ShapeDtypeStruct((batch, block_size), jnp.int32), role.mesh)
     steps = {
-        f"prefill of {CHUNKS[-1]}": (role._prefill, _chunk(role, batch)),
+        "prefill": (role._prefill, _chunk(role, batch)),
         "verify": (role._verify, handover),
     }
     for name, (step, rest) in steps.items():
@@ -130,7 +130,7 @@ def drafter_steps(
     state = _state(state, role.mesh)
     report = _whole(jax.ShapeDtypeStruct((batch, role.width + 2), jnp.int32), role.mesh)
     prefill = role._prefill.trace(role.params, state.cache, _chunk(role, batch))
-    yield Program(f"drafter prefill of {CHUNKS[-1]}", prefill, role.mesh)
+    yield Program("drafter prefill", prefill, role.mesh)
     draft = role._draft.trace(role.params, state, report)
     yield Program("drafter draft", draft, role.mesh)
     prepare = role._prepare.trace(role.params, state.cache, state.block)

@@ -39,6 +39,7 @@ def run(options: CompileCheck) -> None:
         "target": options.target,
         "drafter": {"from": options.drafter or options.target, **_sizes(drafter)},
         "topology": topology.name,
+        "platform": topology.platform,
         "chips": topology.chips,
         "devices": len(topology.devices),
         "device_bytes": topology.hbm,
@@ -163,8 +164,11 @@ def _print(figures: dict[str, Any]) -> None:
         ("program",),
         ("arguments", "temporaries", "new outputs", "code", "total", "of device"),
     )
+    uncounted = " without attention kernels" if figures["platform"] == "hopper" else ""
     work = _table(
-        "one run; TFLOP a device", ("program", "mesh"), ("TFLOP", "kernels", "compiled in")
+        f"one run; TFLOP a device{uncounted}",
+        ("program", "mesh"),
+        ("TFLOP", "kernels", "compiled in"),
     )
     exchange = _table(
         "collectives of one run; GiB a device is given",
@@ -193,7 +197,7 @@ def _print(figures: dict[str, Any]) -> None:
 def _table(title: str, words: tuple[str, ...], numbers: tuple[str, ...]) -> Table:
     table = Table(title=title)
     for name in words:
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for name in numbers:
         table.add_column(name, justify="right")
     return table
