@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from d3d_jax.commands import options
+from d3d_jax.commands import check_options, options
 from d3d_jax.errors import D3DError, LostProcessError
 
 # Subcommand → what it takes and the module whose `run` does it.
@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "train": (options.Train, "d3d_jax.commands.train"),
     "evaluate": (options.Evaluate, "d3d_jax.commands.evaluate"),
     "calibrate": (options.Calibrate, "d3d_jax.commands.calibrate"),
+    "compile-check": (check_options.CompileCheck, "d3d_jax.commands.compile_check"),
     "plan": (options.Plan, "d3d_jax.commands.plan"),
 }
 _DESCRIPTION = "Lossless speculative decoding with standalone block-diffusion drafters."

@@ -98,6 +98,8 @@ class Role:
     """Parameters on a mesh, and where small arrays of this role go: to all of its devices.
 
     Args:
+      params: arrays, which are put where they belong; or `parameters.abstract` of the mesh, and the
+        steps of the role can then be compiled and not be run.
       mesh: of `sharding.make_mesh`, of any devices; batch rows are split over its data axis.
     """
 
@@ -105,7 +107,10 @@ class Role:
         self.config = config
         self.mesh = sharding.model_mesh(mesh, config)
         self.sharding = NamedSharding(self.mesh, PartitionSpec())
-        self.params = jax.device_put(params, parameters.shardings(params, self.mesh))
+        leaves = jax.tree.leaves(params)
+        if not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            params = jax.device_put(params, parameters.shardings(params, self.mesh))
+        self.params = params
         self.dtype = dtype
         self._grow = self._jit(caches.grow, static_argnums=1)
 

@@ -15,9 +15,9 @@ from scipy import stats
 
 from d3d_jax import sampling
 from d3d_jax.errors import D3DError
+from d3d_jax.hlo import collectives, largest_result
 from d3d_jax.models import decoder, sharding
 from d3d_jax.sampling import Sampling, SamplingParams
-from tests.hlo import collectives, largest_result
 from tests.tiny_models import tiny_config
 
 VOCAB = 515  # No multiple of a vector unit's width.

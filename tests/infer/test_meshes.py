@@ -9,6 +9,7 @@ import pytest
 from d3d_jax.branches import Rectangle
 from d3d_jax.config import DecodeConfig
 from d3d_jax.errors import D3DError
+from d3d_jax.hlo import collectives, largest_result
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.placement import role_meshes
@@ -16,7 +17,6 @@ from d3d_jax.infer.target import Target
 from d3d_jax.models import decoder
 from d3d_jax.models.sharding import make_mesh
 from d3d_jax.sampling import SamplingParams
-from tests.hlo import collectives, largest_result
 from tests.infer.batches import started
 from tests.tiny_models import greedy, memorise, tiny_config, tiny_drafter, tiny_params
 

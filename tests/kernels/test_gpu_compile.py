@@ -5,14 +5,13 @@ The compiler comes with the CUDA plugin, best installed beside this environment,
 """
 
 import importlib.util
-import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
 
+from d3d_jax import topologies
 from d3d_jax.kernels.interval_attention import gpu
 from d3d_jax.kernels.interval_attention.shapes import DECODE, TRAIN, by_name
 
@@ -36,11 +35,7 @@ SHAPES = TRAIN + tuple(
 
 @pytest.fixture(scope="module")
 def h200():
-    text = pathlib.Path(__file__).with_name("h200_target_config.txtpb").read_text()
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=text, topology="1x1x1"
-    )
-    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+    return jax.sharding.SingleDeviceSharding(topologies.find("h200:1").devices[0])
 
 
 @pytest.fixture(scope="module")

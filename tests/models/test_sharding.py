@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from d3d_jax import layout
 from d3d_jax.errors import D3DError
+from d3d_jax.hlo import collectives, largest_result
 from d3d_jax.models import decoder, parameters, sharding
 from d3d_jax.presets import PRESETS, preset
-from tests.hlo import collectives, largest_result
 from tests.tiny_models import tiny_config, tiny_drafter, tiny_params
 
 # Two kv heads of four query heads: a tensor axis of 8 needs both its parts.

@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from d3d_jax import layout
+from d3d_jax.hlo import collectives
 from d3d_jax.kernels.interval_attention import compiling_for
 from d3d_jax.models import cache as caches
 from d3d_jax.models import decoder, parameters, sharding
 from d3d_jax.presets import preset
-from tests.hlo import collectives
 
 pytest.importorskip("libtpu", reason="needs the TPU compiler: make compile-tpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

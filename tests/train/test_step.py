@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 
+from d3d_jax.hlo import collectives, largest_result
 from d3d_jax.models import parameters, sharding
 from d3d_jax.train import step as steps
 from d3d_jax.train.packing import build_row
-from tests.hlo import collectives, largest_result
 from tests.tiny_models import tiny_config, tiny_drafter, tiny_params
 from tests.train.tiny_runs import CONFIG
 
