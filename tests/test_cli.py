@@ -304,6 +304,17 @@ def test_a_folder_that_cannot_be_written_is_said_before_any_work(
         assert "file" in one_error(capsys, cli.main([*command, *out]))
 
 
+def test_options_of_several_processes_go_together(capsys):
+    names = ("--config", "--data", "--drafter", "--target", "--out")
+    needed = [word for name in names for word in (name, "x")]
+    for extra, message in (
+        (["--num-processes", "2"], "go together"),
+        (["--distributed", "--drafter-devices", "0"], "devices of one process"),
+        (["--fsdp", "0"], "--fsdp must be at least 1"),
+    ):
+        assert message in one_error(capsys, cli.main(["train", *needed, *extra]))
+
+
 def test_options_that_do_not_exist_exit_with_2_and_no_traceback(capsys):
     for args in (["generate", "--nonesuch"], ["nonesuch"], [], ["generate", "--mode", "best"]):
         with pytest.raises(SystemExit) as stopped:
