@@ -25,6 +25,7 @@ KINDS = (
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = ")
 _COLLECTIVE = re.compile(rf"= (.+?) ({'|'.join(KINDS)})(-start)?\(")
+_RESULT = re.compile(r"= (.+?) [a-z][\w\-]*\(")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _CALLED = re.compile(r"(?:calls|to_apply|condition|body|\w+_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -70,7 +71,12 @@ def find_collectives(text: str) -> list[Collective]:
                 channel = _CHANNEL.search(line)
                 # TPUs hide one behind several fusions, each of which names it with its channel.
                 key = f"channel {channel[1]}" if channel else f"{name} {number}"
-                found.setdefault(key, _collective(match, times[name]))
+                kind, result, start = match[2], match[1], match[3] is not None
+                fused = _RESULT.search(_instructions(lines)[1])
+                if name.startswith("all-reduce-scatter") and fused:
+                    # How TPUs write one: the whole sum, of which a fusion keeps this device's part.
+                    kind, result = "reduce-scatter", fused[1]
+                found.setdefault(key, _collective(kind, result, start, times[name]))
     return list(found.values())
 
 
@@ -86,17 +92,18 @@ def largest_result(compiled: Any, kind: str) -> int:
     return max(collective.elements for collective in found if collective.kind == kind)
 
 
-def _collective(match: re.Match[str], times: int) -> Collective:
+def _collective(kind: str, result: str, start: bool, times: int) -> Collective:
+    """A collective whose result is of a type such as `(f32[2,3]{1,0}, u32[])`."""
     arrays = [
         (math.prod(int(n) for n in shape.split(",") if n), _bits(letters, digits))
-        for letters, digits, shape in _ARRAY.findall(match[1])
+        for letters, digits, shape in _ARRAY.findall(result)
     ]
-    if match[3] and match[2] != "all-reduce":
+    if start and kind != "all-reduce":
         # An asynchronous one's start gives its operands, its results, and scalars of its own.
         arrays = [array for array in arrays if array[0] > 1] or arrays
         arrays = arrays[len(arrays) // 2 :]
     return Collective(
-        match[2],
+        kind,
         max(elements for elements, _ in arrays),
         sum(-(-elements * bits // 8) for elements, bits in arrays),
         times,

@@ -9,8 +9,8 @@ from d3d_jax import flops
 from d3d_jax.hlo import Collective, find_collectives
 from d3d_jax.models import sharding
 
-# As the TPU compiler writes it: a loop unrolled by two that does not say how often it runs, and an
-# asynchronous all-gather that two fusions name.
+# As the TPU compiler writes it: a loop unrolled by two that does not say how often it runs, an
+# asynchronous all-gather that two fusions name, and a reduce-scatter.
 TPU = """\
 HloModule jit_step, is_scheduled=true
 
@@ -44,10 +44,17 @@ collective-permute-start(%part), channel_id=3, source_target_pairs={{0,1},{1,0}}
   ROOT %less = pred[]{:T(512)} compare(%turn.1, %limit), direction=LT
 }
 
+%all-reduce-scatter.1.clone (input: bf16[32,8]) -> bf16[8,8] {
+  %input = bf16[32,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %all-reduce.5 = bf16[32,8]{1,0:T(8,128)(2,1)} all-reduce(%input), channel_id=11, to_apply=%add
+  ROOT %mine = bf16[8,8]{1,0:T(8,128)(2,1)S(1)} dynamic-slice(%all-reduce.5, %at, %zero)
+}
+
 ENTRY %main (p: f32[4,128]) -> f32[4,128] {
   %while.1 = (f32[4,128]{1,0}, u32[], u32[]) while(%tuple), condition=%condition, body=%body
   %fusion.1 = (bf16[8,16]{1,0}, bf16[8,64]{1,0}) fusion(%q), kind=kCustom, calls=%start
   %fusion.2 = bf16[8,64]{1,0} fusion(%fusion.1), kind=kCustom, calls=%done
+  %fusion.3 = bf16[8,8]{1,0} fusion(%g), kind=kCustom, calls=%all-reduce-scatter.1.clone
   %sums = (f32[]{:T(128)}, pred[3]{0}) all-reduce(%a, %b), channel_id=9, to_apply=%add
   ROOT %result = f32[4,128]{1,0} get-tuple-element(%while.1), index=0
 }
@@ -60,6 +67,7 @@ def test_collectives_of_a_tpu_program_are_counted_as_often_as_they_run():
         Collective("all-reduce", elements=3, bytes=4 + 3, times=1),
         # From 0 up to 7 in steps of two: four turns.
         Collective("collective-permute", elements=512, bytes=2048, times=4),
+        Collective("reduce-scatter", elements=64, bytes=128, times=1),
     ]
 
 
