@@ -160,9 +160,11 @@ class Engine:
         params = params or SamplingParams(max_new_tokens=self.config.max_new_tokens)
         if not isinstance(params, SamplingParams):
             raise D3DError(f"a request takes SamplingParams, found {params!r}")
-        if params.stop and self._tokenizer is None:
-            raise D3DError("stop strings need a tokenizer; give the engine one, or stop_token_ids")
-        stops = StopStrings(self._tokenizer, params.stop) if params.stop else None  # type: ignore[arg-type]
+        stops = None
+        if params.stop:
+            if self._tokenizer is None:
+                raise D3DError("stop strings need a tokenizer; give one, or stop_token_ids")
+            stops = StopStrings(self._tokenizer, params.stop)
         request = _Request(
             next(self._numbers),
             prompt,
