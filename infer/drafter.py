@@ -88,11 +88,11 @@ class DrafterRole(Role):
     ):
         super().__init__(drafter.model, params, mesh, dtype)
         self.drafter, self.policy, self.width = drafter.drafter, policy, policy.block_size
-        self._prefill = self._jit(self._prefill_step, donate_argnums=1)
-        self._first = self._jit(self._first_step)
-        self._draft = self._jit(self._draft_step, donate_argnums=1)
-        self._prepare = self._jit(self._prepare_step, donate_argnums=1)
-        self._resolve = self._jit(self._resolve_step, static_argnames="miss")
+        self._prefill = self._step(self._prefill_step, donate_argnums=1)
+        self._first = self._step(self._first_step)
+        self._draft = self._step(self._draft_step, donate_argnums=1)
+        self._prepare = self._step(self._prepare_step, donate_argnums=1)
+        self._resolve = self._step(self._resolve_step, static_argnames="miss")
 
     def start(self, batch: int, capacity: int) -> tuple[jax.Array, DraftState]:
         """A handover and a batch of empty slots."""
@@ -105,7 +105,7 @@ class DrafterRole(Role):
 
     def prefill(self, state: DraftState, chunk: Chunk) -> DraftState:
         """Reads a chunk of prompts. The state's cache is consumed."""
-        return dataclasses.replace(state, cache=self._prefill(self.params, state.cache, chunk))
+        return dataclasses.replace(state, cache=self._prefill(self.weights, state.cache, chunk))
 
     def first_draft(
         self, state: DraftState, handover: jax.Array, place: Place, report: jax.Array
@@ -117,7 +117,7 @@ class DrafterRole(Role):
           report: [B, 3] of the target's prefill, which names their anchors.
         """
         handover, block = self._first(
-            self.params, state.cache, state.block, handover, place, report
+            self.weights, state.cache, state.block, handover, place, report
         )
         return handover, dataclasses.replace(state, block=block)
 
@@ -126,7 +126,7 @@ class DrafterRole(Role):
 
         The state is consumed.
         """
-        return self._draft(self.params, state, report)
+        return self._draft(self.weights, state, report)
 
     def prepare(self, state: DraftState) -> tuple[DraftState, jax.Array, Branches]:
         """The packed pass, dispatched while the target verifies: branches for likely outcomes.
@@ -135,7 +135,7 @@ class DrafterRole(Role):
           The state with the block's own keys and values in its cache (its length not advanced),
           the hidden states of all branches [B, N, W, D], and what they are for.
         """
-        cache, hidden, *arrays = self._prepare(self.params, state.cache, state.block)
+        cache, hidden, *arrays = self._prepare(self.weights, state.cache, state.block)
         return dataclasses.replace(state, cache=cache), hidden, Branches(*arrays)
 
     def resolve(
@@ -153,7 +153,7 @@ class DrafterRole(Role):
         """
         arrays = (prepared.anchors, prepared.offsets, prepared.outcome)
         handover, block, length = self._resolve(
-            self.params, state.cache, hidden, arrays, report, miss=miss
+            self.weights, state.cache, hidden, arrays, report, miss=miss
         )
         return handover, DraftState(state.cache.at(length), block)
 

@@ -83,8 +83,8 @@ class Target(Role):
     ):
         super().__init__(config, params, mesh, dtype)
         self.stop_tokens = frozenset(stop_ids)
-        self._prefill = self._jit(self._prefill_step, donate_argnums=1)
-        self._verify = self._jit(self._verify_step, donate_argnums=1)
+        self._prefill = self._step(self._prefill_step, donate_argnums=1)
+        self._verify = self._step(self._verify_step, donate_argnums=1)
         self._stop = self._jit(lambda active, rows: active & ~rows)
 
     def settings(self, params: Sequence[SamplingParams], limits: Sequence[int]) -> Settings:
@@ -117,7 +117,7 @@ class Target(Role):
         Returns:
           The report [B, 3] of the first tokens, which emits nothing for other slots, and the state.
         """
-        return self._prefill(self.params, state, settings, chunk)
+        return self._prefill(self.weights, state, settings, chunk)
 
     def verify(
         self, state: TargetState, settings: Settings, handover: jax.Array
@@ -129,7 +129,7 @@ class Target(Role):
         Returns:
           The report [B, W + 2] and the new state.
         """
-        return self._verify(self.params, state, settings, handover)
+        return self._verify(self.weights, state, settings, handover)
 
     def stop(self, state: TargetState, rows: np.ndarray) -> TargetState:
         """The state with some rows [B] bool ended."""

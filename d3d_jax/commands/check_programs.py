@@ -103,7 +103,7 @@ def target_steps(
         "verify": (role._verify, handover),
     }
     for name, (step, rest) in steps.items():
-        traced = step.trace(role.params, state, settings, rest)
+        traced = step.trace(role.weights, state, settings, rest)
         yield Program(f"target {name}", traced, role.mesh)
 
 
@@ -122,15 +122,15 @@ def drafter_steps(
     _, state = jax.eval_shape(lambda: role.start(batch, context))
     state = _state(state, role.mesh)
     report = _whole(jax.ShapeDtypeStruct((batch, role.width + 2), jnp.int32), role.mesh)
-    prefill = role._prefill.trace(role.params, state.cache, _chunk(role, batch))
+    prefill = role._prefill.trace(role.weights, state.cache, _chunk(role, batch))
     yield Program("drafter prefill", prefill, role.mesh)
-    draft = role._draft.trace(role.params, state, report)
+    draft = role._draft.trace(role.weights, state, report)
     yield Program("drafter draft", draft, role.mesh)
-    prepare = role._prepare.trace(role.params, state.cache, state.block)
+    prepare = role._prepare.trace(role.weights, state.cache, state.block)
     yield Program("drafter prepare", prepare, role.mesh)
     _, hidden, *prepared = prepare.out_info
     resolve = role._resolve.trace(
-        role.params,
+        role.weights,
         state.cache,
         _by_rows(hidden, role.mesh),
         tuple(_whole(prepared, role.mesh)),

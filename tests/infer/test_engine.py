@@ -88,7 +88,7 @@ def test_reuse_never_waits():
     arrays = (prepared.anchors, prepared.offsets, prepared.outcome)
 
     def text(miss):
-        args = (drafter.params, drafts.cache, hidden, arrays, report)
+        args = (drafter.weights, drafts.cache, hidden, arrays, report)
         return drafter._resolve.lower(*args, miss=miss).compile().as_text()
 
     assert "conditional" in text("stall") and "conditional" not in text("reuse")

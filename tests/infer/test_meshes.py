@@ -121,9 +121,9 @@ def programs(placement):
     report, state, drafts = drafter.put(np.asarray(report)), batch.state, batch.drafts
     block = target.put(batch.handover)
     return batch, (
-        target._verify.lower(target.params, state, batch.settings, block),
-        drafter._draft.lower(drafter.params, drafts, report),
-        drafter._prepare.lower(drafter.params, drafts.cache, drafts.block),
+        target._verify.lower(target.weights, state, batch.settings, block),
+        drafter._draft.lower(drafter.weights, drafts, report),
+        drafter._prepare.lower(drafter.weights, drafts.cache, drafts.block),
     )
 
 

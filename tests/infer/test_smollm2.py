@@ -126,10 +126,10 @@ def test_steps_need_a_tenth_more_memory_than_weights_and_caches(model, drafter):
         (drafter_chunk,) = drafter.chunks(pieces(0, [1] * CHUNKS[-1]), slots)
         block = target.put(batch.handover)
         steps = {
-            "verify": target._verify.lower(target.params, state, batch.settings, block),
-            "read": target._prefill.lower(target.params, state, batch.settings, chunk),
-            "prepare": drafter._prepare.lower(drafter.params, drafts.cache, drafts.block),
-            "draft's read": drafter._prefill.lower(drafter.params, drafts.cache, drafter_chunk),
+            "verify": target._verify.lower(target.weights, state, batch.settings, block),
+            "read": target._prefill.lower(target.weights, state, batch.settings, chunk),
+            "prepare": drafter._prepare.lower(drafter.weights, drafts.cache, drafts.block),
+            "draft's read": drafter._prefill.lower(drafter.weights, drafts.cache, drafter_chunk),
         }
         held = sum(
             leaf.nbytes
