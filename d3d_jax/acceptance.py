@@ -1,8 +1,9 @@
 """Verification rules: what the target's choices make of a block. Pure functions of small arrays.
 
-A round's outcome leaves the target as one int32 array, the *report* [B, W + 2]: how many tokens the
-row emits (`COUNT`), whether it goes on after them (`ACTIVE`), and from `TOKENS` on those tokens, −1
-beyond them. It is all that the drafter and the host ever read.
+A round's outcome leaves the target as one int32 array, the *report* [B, W + 3]: how many tokens the
+row emits (`COUNT`), whether it goes on after them (`ACTIVE`), whether its block had been prepared
+(`HIT`), and from `TOKENS` on those tokens, −1 beyond them. It is all that the drafter and the host
+ever read.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-COUNT, ACTIVE, TOKENS = 0, 1, 2
+COUNT, ACTIVE, HIT, TOKENS = 0, 1, 2, 3
 
 
 def accepted_length(drafts: jax.Array, choices: jax.Array) -> jax.Array:
@@ -30,6 +31,7 @@ def accepted_length(drafts: jax.Array, choices: jax.Array) -> jax.Array:
 def emit(
     accepted: jax.Array,
     choices: jax.Array,
+    hit: jax.Array,
     active: jax.Array,
     remaining: jax.Array,
     stop_ids: jax.Array,
@@ -42,12 +44,13 @@ def emit(
     Args:
       accepted: n [B].
       choices: [B, W].
+      hit: [B] int32, passed on to the report.
       active: [B] bool; an inactive row emits nothing.
       remaining: [B] int32, tokens the row may still emit.
       stop_ids: [B, any] int32, each row's own; no token has a negative id.
 
     Returns:
-      The report [B, W + 2], the new `active` and the new `remaining`.
+      The report [B, W + 3], the new `active` and the new `remaining`.
     """
     width = choices.shape[1]
     offset = jnp.arange(width)
@@ -58,7 +61,7 @@ def emit(
     remaining = remaining - count
     tokens = jnp.where(offset < count[:, None], choices, -1)
     active = active & (first_stop == width) & (remaining > 0)
-    report = jnp.concatenate([count[:, None], active[:, None], tokens], axis=1)
+    report = jnp.concatenate([count[:, None], active[:, None], hit[:, None], tokens], axis=1)
     return report.astype(jnp.int32), active, remaining
 
 

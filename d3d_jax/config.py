@@ -169,7 +169,7 @@ class DrafterConfig:
       in_block: whether the rows of a block see each other both ways or causally.
       target: name of the target model whose responses it learnt.
       tokenizer_fingerprint, template_fingerprint: of the target's tokenizer and chat template.
-      source_layers: indices of the layers it was initialised from.
+      source_layers: indices of the layers it was initialised from; none: from random ones.
       shares: parameters that are the target's own and are not stored with the drafter.
       draft_vocab_size: size of the reduced output vocabulary, or None for the whole one.
       num_anchors: K, anchors sampled per response in training; 0 for an untrained drafter.

@@ -125,6 +125,7 @@ def init_drafter(
     source_folder: Path,
     config: DrafterConfig,
     draft_vocab: np.ndarray | None = None,
+    random_layers: int = 0,
 ) -> tuple[Drafter, Params]:
     """A new drafter from `config.source_layers` of a pretrained model, stacked NumPy arrays.
 
@@ -132,27 +133,33 @@ def init_drafter(
 
     Args:
       draft_vocab: [draft_vocab_size] int32 token ids, or None for the whole vocabulary.
+      random_layers: how many layers of random weights to take where there are no source layers:
+        what a start from pretrained ones is compared with.
 
     Raises:
       D3DError: layers or mask id out of the source's range.
     """
     model, _ = checkpoint.read_config(source_folder)
     bad = [i for i in config.source_layers if not 0 <= i < model.num_hidden_layers]
-    if bad or not config.source_layers:
+    if bad or bool(config.source_layers) == bool(random_layers):
         raise D3DError(
             f"layers {list(config.source_layers)} must be between 0 and "
             f"{model.num_hidden_layers - 1}, at least one"
         )
     if not 0 <= config.mask_token_id < model.vocab_size:
         raise D3DError(f"mask token id {config.mask_token_id} is outside 0..{model.vocab_size - 1}")
+    layers = config.source_layers
     params = checkpoint.load_params(
-        source_folder, model, stacked=True, layers=config.source_layers, dtype=np.float32
+        source_folder, model, stacked=bool(layers), layers=layers, dtype=np.float32
     )
     params["mask"] = params["embed"][config.mask_token_id].copy()
     if draft_vocab is not None:
         params["draft_vocab"] = draft_vocab.astype(np.int32)
         params["head"] = decoder.head_weight(params)[draft_vocab]
-    model = dataclasses.replace(model, num_hidden_layers=len(config.source_layers))
+    model = dataclasses.replace(model, num_hidden_layers=len(layers) or random_layers)
+    if not layers:
+        drawn = decoder.init_params(model, jax.random.key(0))
+        params["layers"] = jax.tree.map(np.asarray, drawn["layers"])
     return Drafter(model, config), params
 
 

@@ -22,14 +22,6 @@ from d3d_jax.infer.target import Settings, Target, TargetState
 from d3d_jax.sampling import SamplingParams
 
 
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """A dispatched round: the report to come, and the handover that its block was made of."""
-
-    report: jax.Array
-    handover: jax.Array | None
-
-
 class Batch:
     """B slots on both roles' devices.
 
@@ -81,7 +73,7 @@ class Batch:
         """Reads pieces of prompts, at most one a part of the target's batch, on both roles.
 
         Returns:
-          The report [B, 3] of the first tokens of the prompts that ended.
+          The report [B, 4] of the first tokens of the prompts that ended.
         """
         assert self.settings is not None
         (chunk,) = self.target.chunks(pieces, self.slots)
@@ -98,30 +90,31 @@ class Batch:
                 self.handover, self.drafts = self.drafter.first_draft(
                     self.drafts, self.handover, chunk.place, moved
                 )
-            self.handover.copy_to_host_async()
         return report
 
-    def round(self) -> Round:
-        """One round of every slot; what its report says goes into the next by itself."""
+    def round(self) -> jax.Array:
+        """One round of every slot; what its report says goes into the next by itself.
+
+        Returns:
+          The report [B, W + 3].
+        """
         assert self.settings is not None
-        used, block = self.handover, self.target.put(self.handover)
-        if self.drafter is None or self.drafts is None:
-            report, self.state = self.target.verify(self.state, self.settings, block)
-            report.copy_to_host_async()
-            return Round(report, None)
-        if self.config.mode == "async":
+        block = self.target.put(self.handover)
+        drafter, drafts, prepared = self.drafter, self.drafts, None
+        if drafter is not None and drafts is not None and self.config.mode == "async":
             # The packed pass goes first: it needs nothing from this round's verification.
-            drafts, hidden, prepared = self.drafter.prepare(self.drafts)
-            report, self.state = self.target.verify(self.state, self.settings, block)
-            self.handover, self.drafts = self.drafter.resolve(
-                drafts, hidden, prepared, self.drafter.put(report), self.config.miss
-            )
-        else:
-            report, self.state = self.target.verify(self.state, self.settings, block)
-            self.handover, self.drafts = self.drafter.draft(self.drafts, self.drafter.put(report))
+            drafts, *prepared = drafter.prepare(drafts)
+        report, self.state = self.target.verify(self.state, self.settings, block)
         report.copy_to_host_async()
-        self.handover.copy_to_host_async()
-        return Round(report, used)
+        if drafter is not None and drafts is not None:
+            outcome = drafter.put(report)
+            if prepared is None:
+                self.handover, self.drafts = drafter.draft(drafts, outcome)
+            else:
+                self.handover, self.drafts = drafter.resolve(
+                    drafts, *prepared, outcome, self.config.miss
+                )
+        return report
 
     def stop(self, rows: Sequence[int]) -> None:
         """Ends the requests in some slots."""

@@ -114,7 +114,7 @@ class DrafterRole(Role):
 
         Args:
           place: of the chunk.
-          report: [B, 3] of the target's prefill, which names their anchors.
+          report: [B, 4] of the target's prefill, which names their anchors.
         """
         handover, block = self._first(
             self.weights, state.cache, state.block, handover, place, report

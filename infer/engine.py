@@ -85,12 +85,10 @@ class _Flight:
 
     Attributes:
       owners: the request in each slot it speaks of, at the time of dispatch.
-      handover: of the block that a round verified; None for a prefill's report.
     """
 
     report: jax.Array
     owners: tuple[_Request | None, ...]
-    handover: jax.Array | None
     is_round: bool
 
 
@@ -306,9 +304,9 @@ class Engine:
         clock = time.perf_counter()
         assert self._batch is not None
         self._make_room()
-        dispatched = self._batch.round()
+        report = self._batch.round()
         owners = tuple(r if r and r.decoding else None for r in self._slots)
-        self._flying.append(_Flight(dispatched.report, owners, dispatched.handover, is_round=True))
+        self._flying.append(_Flight(report, owners, is_round=True))
         self.timing.rounds += 1
         self.timing.host += time.perf_counter() - clock
         return True
@@ -325,7 +323,7 @@ class Engine:
             for piece in found:
                 owners[piece.slot] = self._slots[piece.slot] if piece.last else None
             if any(owners):
-                self._flying.append(_Flight(report, tuple(owners), None, is_round=False))
+                self._flying.append(_Flight(report, tuple(owners), is_round=False))
             tokens += max(len(piece.tokens) for piece in found)
 
     def _next_pieces(self) -> list[Piece]:
@@ -338,12 +336,8 @@ class Engine:
         return list(found.values())
 
     def _book(self, flight: _Flight) -> list[tuple[int, list[int]]]:
-        """Adds a report to the replies; returns what each request said.
-
-        A round's handover was an input of its verification, so it is ready by then.
-        """
+        """Adds a report to the replies; returns what each request said."""
         report = np.asarray(flight.report).tolist()
-        hits = None if flight.handover is None else np.asarray(flight.handover)[:, 0].tolist()
         emitted, ended = [], []
         for slot, request in enumerate(flight.owners):
             count = report[slot][acceptance.COUNT]
@@ -354,7 +348,7 @@ class Engine:
             if flight.is_round:
                 # The first block is always drafted synchronously: it had no chance to be a hit.
                 reply.chances += reply.rounds > 0
-                reply.hits += 0 if hits is None else hits[slot]
+                reply.hits += report[slot][acceptance.HIT]
                 reply.rounds += 1
             if request.stop_strings is not None:
                 new, reply.stop = request.stop_strings.cut(new)

@@ -115,7 +115,7 @@ class Target(Role):
         The state is consumed.
 
         Returns:
-          The report [B, 3] of the first tokens, which emits nothing for other slots, and the state.
+          The report [B, 4] of the first tokens, which emits nothing for other slots, and the state.
         """
         return self._prefill(self.weights, state, settings, chunk)
 
@@ -127,7 +127,7 @@ class Target(Role):
         With no drafts (W = 1) this is a step of plain decoding. The state is consumed.
 
         Returns:
-          The report [B, W + 2] and the new state.
+          The report [B, W + 3] and the new state.
         """
         return self._verify(self.weights, state, settings, handover)
 
@@ -145,22 +145,23 @@ class Target(Role):
         own = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), settings)
         position = (place.start + place.count)[:, None]
         choices = choose(scores, own.sampling, position)
+        none = jnp.zeros_like(place.count)
         report, active, remaining = acceptance.emit(
-            jnp.zeros_like(place.count), choices, place.last, own.limit, own.stop_ids
+            none, choices, none, place.last, own.limit, own.stop_ids
         )
         report, active, remaining = sharding.replicate((report, active, remaining))
 
         def placed(rows: jax.Array, values: jax.Array) -> jax.Array:
             return rows.at[slots].set(values, mode="drop")
 
-        none = jnp.zeros((batch, report.shape[1]), report.dtype)
+        silent = jnp.zeros((batch, report.shape[1]), report.dtype)
         state = TargetState(
             cache,
             placed(state.anchor, acceptance.last_token(report)),
             placed(state.active, active),
             placed(state.remaining, remaining),
         )
-        return placed(none, report), state
+        return placed(silent, report), state
 
     def _verify_step(self, params, state: TargetState, settings: Settings, handover):
         drafts = handover[:, 1:]
@@ -173,7 +174,7 @@ class Target(Role):
         choices = choose(scores, settings.sampling, rows.positions + 1)
         accepted = acceptance.accepted_length(drafts, choices)
         report, active, remaining = acceptance.emit(
-            accepted, choices, state.active, state.remaining, settings.stop_ids
+            accepted, choices, handover[:, 0], state.active, state.remaining, settings.stop_ids
         )
         length = length + report[:, acceptance.COUNT]
         report, length, active, remaining = sharding.replicate((report, length, active, remaining))

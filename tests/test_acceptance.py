@@ -38,13 +38,13 @@ def one_row(drafts, choices, active, remaining, stops):
 @settings(max_examples=150, deadline=None)
 def test_a_batch_of_rows_equals_the_rule_for_each(rows):
     drafts, choices, active, remaining, stop_ids = map(jnp.array, zip(*rows, strict=True))
-    accepted = acceptance.accepted_length(drafts, choices)
-    report, alive, left = acceptance.emit(accepted, choices, active, remaining, stop_ids)
+    accepted, hit = acceptance.accepted_length(drafts, choices), jnp.array([0, 1, 1])
+    report, alive, left = acceptance.emit(accepted, choices, hit, active, remaining, stop_ids)
     last = acceptance.last_token(report)
     for i, row in enumerate(rows):
         tokens, expected_alive = one_row(*row)
-        assert report[i, :2].tolist() == [len(tokens), expected_alive]
-        assert report[i, 2:].tolist() == tokens + [-1] * (WIDTH - len(tokens))
+        assert report[i, :3].tolist() == [len(tokens), expected_alive, hit[i]]
+        assert report[i, 3:].tolist() == tokens + [-1] * (WIDTH - len(tokens))
         assert bool(alive[i]) == expected_alive
         assert left[i] == row[3] - len(tokens)
         assert last[i] == (tokens[-1] if tokens else 0)

@@ -148,6 +148,17 @@ def test_respond_init_train_evaluate(models, responses, tmp_path, capsys):
     config = json.loads((first / "config.json").read_text())["d3d"]
     assert config["draft_vocab_size"] == 40 and config["source_layers"] == [1]
     assert config["shares"] == ["embed", "head"]
+    bare = [
+        "--from",
+        str(models / "target"),
+        "--random-layers",
+        "2",
+        "--out",
+        str(tmp_path / "raw"),
+    ]
+    assert cli.main(["init-drafter", *target, *bare]) == 0
+    raw = json.loads((tmp_path / "raw/config.json").read_text())
+    assert raw["num_hidden_layers"] == 2 and raw["d3d"]["source_layers"] == []
 
     settings = ["--config", str(models / "config.yaml"), "--drafter", str(first)]
     settings += ["--drafter-devices", "0-1", "--tensor", "2", "steps=4"]

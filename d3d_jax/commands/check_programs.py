@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from d3d_jax import acceptance
 from d3d_jax.branches import Policy
 from d3d_jax.config import ModelConfig
 from d3d_jax.drafter import Drafter
@@ -121,7 +122,9 @@ def drafter_steps(
     role = DrafterRole(drafter, weights, mesh, policy, jnp.bfloat16)
     _, state = jax.eval_shape(lambda: role.start(batch, context))
     state = _state(state, role.mesh)
-    report = _whole(jax.ShapeDtypeStruct((batch, role.width + 2), jnp.int32), role.mesh)
+    report = _whole(
+        jax.ShapeDtypeStruct((batch, role.width + acceptance.TOKENS), jnp.int32), role.mesh
+    )
     prefill = role._prefill.trace(role.weights, state.cache, _chunk(role, batch))
     yield Program("drafter prefill", prefill, role.mesh)
     draft = role._draft.trace(role.weights, state, report)

@@ -7,7 +7,7 @@ from pathlib import Path
 from d3d_jax.commands.options import InitDrafter
 from d3d_jax.commands.runtime import note
 from d3d_jax.config import DrafterConfig, ModelConfig
-from d3d_jax.drafter import init_drafter, save_drafter
+from d3d_jax.drafter import Drafter, init_drafter, save_drafter
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.loading import model_name
 from d3d_jax.models import checkpoint
@@ -48,26 +48,33 @@ def run(options: InitDrafter) -> None:
         target=model_name(options.target),
         tokenizer_fingerprint=tokenizer.fingerprint,
         template_fingerprint=tokenizer.template_fingerprint,
-        source_layers=options.layers or _default_layers(model.num_hidden_layers),
+        source_layers=_source_layers(options, model.num_hidden_layers),
         shares=("embed", "head") if shared else (),
         draft_vocab_size=options.draft_vocab_size,
     )
-    drafter, params = init_drafter(source, config, draft_vocab)
+    drafter, params = init_drafter(source, config, draft_vocab, options.random_layers or 0)
     save_drafter(options.out, drafter, params)
-    _announce(options.out, config)
+    _announce(options.out, drafter)
 
 
-def _announce(out: Path, config: DrafterConfig) -> None:
-    layers = " ".join(str(layer) for layer in config.source_layers)
+def _announce(out: Path, drafter: Drafter) -> None:
+    config = drafter.drafter
+    layers = "layers " + " ".join(str(layer) for layer in config.source_layers)
+    if not config.source_layers:
+        layers = f"{drafter.model.num_hidden_layers} random layers"
     sharing = "sharing the target's embedding" if config.shares else "with its own embedding"
     note(
-        f"{out}: layers {layers}, block size {config.block_size}, mask {config.mask_token_id}, "
+        f"{out}: {layers}, block size {config.block_size}, mask {config.mask_token_id}, "
         f"{sharing}; not trained yet"
     )
 
 
-def _default_layers(count: int) -> tuple[int, ...]:
-    """The first three and the last two: what reads tokens, and what speaks the target's words."""
+def _source_layers(options: InitDrafter, count: int) -> tuple[int, ...]:
+    """Those asked for, or the first three and the last two: what reads tokens, what speaks them."""
+    if options.random_layers is not None:
+        return ()
+    if options.layers is not None:
+        return options.layers
     return tuple(sorted({*range(min(3, count)), *range(max(count - 2, 0), count)}))
 
 

@@ -37,6 +37,8 @@ class InitDrafter:
       target: Model it will draft for; must have the same tokenizer.
       out: Folder to write; must not exist.
       layers: Indices of the layers to take.
+      random_layers: Instead, this many layers of random weights: what a pretrained start is
+        compared with.
       block_size: W, rows of a block including its anchor.
       label_shift: 1: a slot predicts the token after it; 0: the token at it.
       in_block: Whether the rows of a block see each other both ways or causally.
@@ -52,6 +54,7 @@ class InitDrafter:
     layers: Annotated[tuple[int, ...] | None, arg("L ...", "the first three and the last two")] = (
         None
     )
+    random_layers: Annotated[int | None, arg("N", "none")] = None
     block_size: int = 8
     label_shift: Literal[0, 1] = 1
     in_block: InBlock = "bidirectional"
@@ -62,7 +65,9 @@ class InitDrafter:
     vocab_from: Annotated[Path | None, arg("DATASET", "none")] = None
 
     def __post_init__(self) -> None:
-        at_least(1, draft_vocab_size=self.draft_vocab_size)
+        at_least(1, draft_vocab_size=self.draft_vocab_size, random_layers=self.random_layers)
+        if self.layers is not None and self.random_layers is not None:
+            raise D3DError("--layers and --random-layers exclude each other")
         if (self.draft_vocab_size is None) != (self.vocab_from is None):
             raise D3DError("--draft-vocab-size and --vocab-from go together: give both or neither")
 

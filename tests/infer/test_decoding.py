@@ -247,8 +247,8 @@ def test_frozen_rows_keep_their_length_on_both_sides():
     batch, report = started(target, drafter, PROMPTS, [1, LENGTH, LENGTH, LENGTH])
     assert report[:, acceptance.ACTIVE].tolist() == [0, 1, 1, 1]
     lengths = [len(prompt) for prompt in PROMPTS]
-    report = np.asarray(batch.round().report)
-    assert report[0].tolist() == [0, 0] + [-1] * drafter.width
+    report = np.asarray(batch.round())
+    assert report[0].tolist() == [0, 0, 0] + [-1] * drafter.width
     for cache in (batch.state.cache, batch.drafts.cache):
         assert cache.length[0] == lengths[0] and (cache.length[1:] > np.array(lengths[1:])).all()
     _, drafts = drafter.draft(batch.drafts, drafter.put(report))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from d3d_jax import layout
+from d3d_jax import acceptance, layout
 from d3d_jax.branches import Rectangle
 from d3d_jax.config import DecodeConfig
 from d3d_jax.errors import D3DError
@@ -84,7 +84,7 @@ def test_reuse_never_waits():
         engine.submit(prompt)
     engine.step()
     drafts, hidden, prepared = drafter.prepare(engine._batch.drafts)
-    report = drafter.put(np.zeros((4, drafter.width + 2), np.int32))
+    report = drafter.put(np.zeros((4, drafter.width + acceptance.TOKENS), np.int32))
     arrays = (prepared.anchors, prepared.offsets, prepared.outcome)
 
     def text(miss):

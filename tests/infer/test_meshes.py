@@ -149,7 +149,7 @@ def test_data_parallel_steps_gather_only_the_report():
 
 def test_caches_are_split_by_kv_heads_and_rows():
     batch, _ = programs("data 2 x tensor 2, drafter split")
-    report, cache = batch.round().report, batch.state.cache
+    report, cache = batch.round(), batch.state.cache
     assert report.sharding.is_fully_replicated
     for keys, values in cache.layers:
         for buffer in (keys, values):
