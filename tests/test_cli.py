@@ -12,7 +12,9 @@ import pytest
 
 from d3d_jax import cli
 from d3d_jax.commands import demo, from_scratch
-from d3d_jax.train.responses import read_prompts
+from d3d_jax.models.tokenizer import Tokenizer
+from d3d_jax.train.prompts import read_prompts
+from d3d_jax.train.responses import read_manifest, read_responses
 from tests.models.test_processes import free_port
 from tests.tiny_folders import BLOCK_SIZE, write_drafter, write_target
 
@@ -193,6 +195,55 @@ def test_imported_responses_become_a_dataset(models, tmp_path, capsys):
     assert "9 responses to train on, 1 held out" in " ".join(capsys.readouterr().err.split())
 
 
+def test_some_prompts_of_a_conversation_file_are_answered_then_more(models, tmp_path, capsys):
+    talk = [
+        {"from": "system", "value": "the"},
+        {"from": "human", "value": "hello"},
+        {"from": "gpt", "value": "no"},
+    ]
+    rows = [{"conversations": talk[i % 2 :], "source": "ab"[i % 2]} for i in range(8)]
+    rows[5] = {"conversations": [{"from": "human", "value": "hello " * 40}]}
+    (tmp_path / "talk.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ["respond", "--target", str(models / "target"), "--out", str(tmp_path / "out")]
+    command += ["--prompts", str(tmp_path / "talk.jsonl"), "--batch", "2", "--max-new-tokens", "4"]
+    command += ["--system", "hello", "--temperature", "1.5", "--seed", "2"]
+    assert cli.main([*command, "--limit", "3"]) == 0
+    few = {r.index: r for r in read_responses(tmp_path / "out")}
+    assert cli.main([*command, "--max-prompt-tokens", "150"]) == 0
+    assert "1 of 8 records of talk have more than 150 tokens" in capsys.readouterr().err
+    made = {r.index: r for r in read_responses(tmp_path / "out")}
+    assert len(few) == 3 and set(made) == set(range(8)) - {5} and few.items() <= made.items()
+    tokenizer = Tokenizer.from_folder(models / "target")
+    for index, system in ((0, "the"), (1, "hello")):
+        user = {"role": "user", "content": "hello"}
+        asked = tokenizer.chat([{"role": "system", "content": system}, user])
+        assert made[index].prompt_ids == asked and made[index].task == "ab"[index]
+    sampling = read_manifest(tmp_path / "out").sampling
+    assert sampling["greedy"] is False and (sampling["temperature"], sampling["seed"]) == (1.5, 2)
+    status = cli.main([*command, "--seed", "3"])
+    assert "made with sampling" in one_error(capsys, status)
+
+
+BAD_RESPOND = {
+    "no prompts": ([], "give either --prompts or --import-from"),
+    "no such file": (["--prompts", "nonesuch.jsonl"], "cannot read nonesuch.jsonl"),
+    "too hot": (["--prompts", "x", "--temperature", "101"], "temperature must be a number"),
+    "no nucleus": (["--prompts", "x", "--top-p", "0"], "top_p must be a number above 0"),
+    "none wanted": (["--prompts", "x", "--limit", "0"], "--limit must be at least 1"),
+    "sampled prompts": (["--prompts", "x", "--sampled"], "describe imported responses"),
+    "drawn imports": (["--import-from", "x", "--seed", "1"], "go with --prompts"),
+    "half a meeting": (["--prompts", "x", "--process-id", "1"], "go together"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RESPOND)
+def test_respond_refuses(case, models, tmp_path, capsys):
+    args, said = BAD_RESPOND[case]
+    command = ["respond", "--target", str(models / "target"), "--out", str(tmp_path / "out")]
+    assert said in one_error(capsys, cli.main([*command, *args]))
+    assert not (tmp_path / "out").exists()
+
+
 def test_demo_compares_the_modes_and_saves_the_figures(models, tmp_path, capsys):
     roles = ["--target", str(models / "target"), "--drafter", str(models / "drafter")]
     size = ["--prompts", "2", "--max-new-tokens", "8"]
@@ -330,7 +381,7 @@ import signal, sys, types
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from d3d_jax import cli
 from d3d_jax.commands import demo, from_scratch
-from d3d_jax.train.responses import read_prompts
+from d3d_jax.train.prompts import read_prompts
 from d3d_jax.commands import options
 stub = types.ModuleType("stub")
 sys.modules["stub"] = stub
