@@ -329,14 +329,33 @@ def test_a_drafter_of_another_tokenizer_is_refused(models, responses, tmp_path, 
     assert "another target or tokenizer" in one_error(capsys, status)
 
 
-def test_data_of_another_target_is_refused(models, responses, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"target": "another"}, "with target target, the drafter was made for another"),
+        ({"template_fingerprint": "f" * 64}, f"the drafter was made for {'f' * 64}"),
+    ],
+)
+def test_data_of_another_target_is_refused(models, responses, tmp_path, capsys, changes, said):
     other = tmp_path / "other"
-    write_drafter(other, models / "target", target="another")
+    write_drafter(other, models / "target", **changes)
     data = ["--data", str(responses / "dataset"), "--target", str(models / "target")]
     settings = ["--config", str(models / "config.yaml"), "--out", str(tmp_path / "run")]
     status = cli.main(["train", *data, "--drafter", str(other), *settings])
-    assert "the drafter was made for another" in one_error(capsys, status)
+    assert said in one_error(capsys, status)
     assert not (tmp_path / "run").exists()
+
+
+def test_data_of_another_tokenizer_is_refused(models, responses, tmp_path, capsys):
+    shutil.copytree(responses / "dataset", tmp_path / "data")
+    file = tmp_path / "data/metadata.json"
+    metadata = json.loads(file.read_text())
+    metadata["manifest"]["tokenizer_fingerprint"] = "f" * 64
+    file.write_text(json.dumps(metadata))
+    command = ["train", "--data", str(tmp_path / "data"), "--target", str(models / "target")]
+    command += ["--config", str(models / "config.yaml"), "--drafter", str(models / "drafter")]
+    said = one_error(capsys, cli.main([*command, "--out", str(tmp_path / "run")]))
+    assert f"holds responses with tokenizer {'f' * 64}" in said
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_any_work(

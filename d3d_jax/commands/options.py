@@ -119,7 +119,7 @@ class Evaluate:
     Attributes:
       drafter: Folder or hub id of the drafter.
       target: Its target model.
-      data: Dataset folder of greedy responses of that target.
+      data: Dataset folder of responses of that target.
       split: Part of the dataset.
       block_size: W to draft with.
       documents: How many responses, evenly spread; 0 for all.
@@ -152,7 +152,7 @@ class Calibrate:
     Attributes:
       drafter: Folder of the drafter, which is changed.
       target: Its target model.
-      data: Dataset folder of greedy responses of that target.
+      data: Dataset folder of responses of that target.
       split: Part of the dataset; the drafter should not have been trained on it.
       documents: How many responses, evenly spread; 0 for all.
     """
@@ -178,7 +178,7 @@ class Plan:
     Attributes:
       target: Model to decode: a name, hub id, folder or .gguf file.
       drafter: Folder or hub id of the drafter.
-      data: Dataset folder of greedy responses of that target, to measure acceptance on.
+      data: Dataset folder of responses of that target, to measure acceptance on.
       split: Part of the dataset.
       documents: How many responses, evenly spread; 0 for all.
       profile: Files of --save-profile to take instead, one for each depth of the drafter.

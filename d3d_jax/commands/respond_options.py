@@ -42,8 +42,8 @@ class Respond:
       system: System message put before prompts that have none.
       thinking: Whether the target thinks before it answers; its chat template must be able to
         switch that. Of imported responses: whether it did.
-      sampled: The responses to import were sampled. They can be trained on, but offline τ, which
-        is exact for greedy ones only, is refused.
+      sampled: The responses to import were sampled. What is measured on such ones, as on those of
+        --temperature, is of decoding that samples.
       out: Folder for the responses and, in dataset/, the dataset.
       max_new_tokens: Longest response, the stop token included.
       batch: Prompts decoded together, by each process.
