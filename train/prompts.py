@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,17 +109,25 @@ def open_prompts(spec: str | Path, column: str | None = None) -> PromptSource:
         source = {"hub": prompt_datasets.from_hub, "tfds": prompt_datasets.from_tfds}[kind](
             name, column
         )
-        first = next(source.records(), None)
-        if first is not None:
-            try:
-                prompt_of(first[1], source.column)
-            except ValueError as error:
-                raise D3DError(f"{first[0]}: {error}; another --column may") from error
+        _refuse_without_prompts(source)
     else:
         source = _from_file(Path(spec), column)
     if not source.rows:
         raise D3DError(f"{spec} holds no prompts")
     return source
+
+
+def _refuse_without_prompts(source: PromptSource) -> None:
+    """Refuses a dataset none of whose first records holds a prompt: it is another column's."""
+    wrong: D3DError | None = None
+    for where, record in itertools.islice(source.records(), 100):
+        try:
+            prompt_of(record, source.column)
+            return
+        except ValueError as error:
+            wrong = wrong or D3DError(f"{where}: {error}; another --column may hold prompts")
+    if wrong is not None:
+        raise wrong
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:

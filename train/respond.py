@@ -21,7 +21,7 @@ from d3d_jax.train.responses import ResponseWriter, default_split
 # Prompts held in memory as token ids, which are sorted among themselves.
 WINDOW = 4096
 
-# Called after every round with the tokens it gave.
+# Called after every round with the tokens it gave; what it raises ends the work in good order.
 Progress = Callable[[int], None]
 
 

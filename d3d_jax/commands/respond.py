@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from d3d_jax.commands.runtime import (
     join_processes,
     note,
     prompt_ids,
-    sigterm_stops,
+    sigterm_noted,
     start_jax,
 )
 from d3d_jax.errors import D3DError
@@ -40,15 +40,16 @@ _SAVED = "every answer so far is saved: the same command continues"
 
 def run(options: Respond) -> None:
     """Makes or imports the responses, then builds the dataset."""
-    out = _import(options) if options.import_from is not None else make_responses(options)
+    if options.import_from is not None:
+        _build(_import(options))
+        return
+    out = make_responses(options)
     meet("answered")
     try:
         if is_first():
-            dataset = ensure_dataset(out)
-            train, validation = (_count(dataset, split) for split in ("train", "validation"))
-            note(f"{dataset}: {train} responses to train on, {validation} held out")
+            _build(out)
     finally:
-        # JAX ends a process that is done long before another, and the other with it.
+        # JAX ends all processes where one has left long before another.
         meet("built")
 
 
@@ -91,11 +92,14 @@ def make_responses(options: Respond) -> Path:
         with busy(f"loading {options.target}"):
             target = files.load(mesh).target
         title = "responses" if parts == 1 else f"responses, process {part + 1} of {parts}"
-        with Bar(title, questions.total) as bar, sigterm_stops(_SAVED):
-            progress = _Progress(bar, questions, writer)
-            batch = min(options.batch, missing)
+        with Bar(title, questions.total) as bar, sigterm_noted(_SAVED) as look:
             respond(
-                target, questions.ask(), writer, batch=batch, sampling=sampling, progress=progress
+                target,
+                questions.ask(),
+                writer,
+                batch=min(options.batch, missing),
+                sampling=sampling,
+                progress=_Progress(bar, questions, writer, look),
             )
     questions.report()
     return out
@@ -129,7 +133,10 @@ class _Questions:
         """Those that have no answer yet, and are not too long, in the source's order."""
         options, thinking = self._options, thinking_switch(self._options.thinking)
         for index, prompt in self._source.read(lambda index: bool(self._wanted[index])):
-            ids = prompt_ids(self._files, prompt, options.system, thinking)
+            try:
+                ids = prompt_ids(self._files, prompt, options.system, thinking)
+            except D3DError:
+                continue  # as that of a record without a prompt: it must not end a long run
             if len(ids) > self._most:
                 self._too_long += 1
                 self.total -= 1
@@ -142,22 +149,31 @@ class _Questions:
         unusable = self.missing - self._asked - self._too_long
         for count, what in (
             (self._too_long, f"have more than {self._most} tokens"),
-            (unusable, "hold no prompt"),
+            (unusable, "hold no prompt that the chat template takes"),
         ):
             if count:
                 note(f"{count} of {self._source.rows} records of {self._source.label} {what}")
 
 
 class _Progress:
-    """Passes progress on to a bar, with the tokens per second so far."""
+    """Passes progress of this process's part on to a bar, with the tokens per second so far.
 
-    def __init__(self, bar: Bar, questions: _Questions, writer: ResponseWriter):
-        self.bar, self.questions, self.writer = bar, questions, writer
+    Args:
+      look: for a signal that ends the work, by an exception.
+    """
+
+    def __init__(
+        self, bar: Bar, questions: _Questions, writer: ResponseWriter, look: Callable[[], None]
+    ):
+        self.bar, self.questions, self.writer, self.look = bar, questions, writer, look
         self.before = len(writer.done) - (questions.total - questions.missing)
         self.tokens, self.began = 0, time.perf_counter()
 
     def __call__(self, tokens: int) -> None:
+        self.look()
         self.tokens += tokens
+        if not is_first():
+            return  # the others' parts take as long
         speed = self.tokens / (time.perf_counter() - self.began)
         self.bar.total = self.questions.total
         self.bar.update(len(self.writer.done) - self.before, f"{speed:.0f} tokens/s")
@@ -176,13 +192,19 @@ def _import(options: Respond) -> Path:
         _manifest(files, f"imported from {file_name(file)}", options),
         sampling={"greedy": not options.sampled},
     )
-    with busy(f"importing {file}"), sigterm_stops(_SAVED):
+    with busy(f"importing {file}"):
         imported = import_responses(
             file, out, manifest, tokenizer=files.tokenizer, requests=options.requests
         )
     if imported.failed:
         note(f"{imported.failed} lines of {file} tell of a request that failed, and were left out")
     return out
+
+
+def _build(responses: Path) -> None:
+    dataset = ensure_dataset(responses)
+    train, validation = (_count(dataset, split) for split in ("train", "validation"))
+    note(f"{dataset}: {train} responses to train on, {validation} held out")
 
 
 def ensure_dataset(responses: Path) -> Path:

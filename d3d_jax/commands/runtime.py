@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -74,26 +74,28 @@ def join_processes(processes: Processes) -> None:
 
 
 @contextlib.contextmanager
-def sigterm_stops(saved: str) -> Iterator[None]:
-    """Lets SIGTERM end work as Ctrl-C does, through every `finally`, with a sentence of its own.
+def sigterm_noted(saved: str) -> Iterator[Callable[[], None]]:
+    """Notes a first SIGTERM, for work that looks now and then whether one came.
 
-    Raises:
-      StoppedError: SIGTERM came; `saved` says what is kept.
+    Raised at once it could leave a compilation at work, at which the end of the process crashes.
+
+    Yields:
+      A function that raises `StoppedError` once it came; `saved` says what is kept.
     """
     came = False
 
-    def interrupt(number: int, frame: Any) -> None:
+    def noted(number: int, frame: Any) -> None:
         nonlocal came
         came = True
-        raise KeyboardInterrupt
+        signal.signal(number, before)  # a second one does not wait
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    def look() -> None:
+        if came:
+            raise StoppedError(f"stopped by SIGTERM; {saved}", signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, noted)
     try:
-        yield
-    except KeyboardInterrupt:
-        if not came:
-            raise
-        raise StoppedError(f"stopped by SIGTERM; {saved}", signal.SIGTERM) from None
+        yield look
     finally:
         signal.signal(signal.SIGTERM, before)
 

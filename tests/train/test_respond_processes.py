@@ -126,16 +126,19 @@ def test_what_one_of_two_left_that_was_killed_is_continued_by_three(folder):
     assert answers(folder / "killed") == answers(folder / "alone")
 
 
-def test_sigterm_saves_and_says_so(folder):
-    with Run(folder, "stopped") as one:
-        one.wait_for_shards()
-        one.children[0].send_signal(signal.SIGTERM)
-        assert one.wait() == [143], one.said()
-    assert "stopped by SIGTERM; every answer so far is saved" in one.said()
-    assert 0 < len(answers(folder / "stopped")) < PROMPTS
-    with Run(folder, "stopped") as one:
+@pytest.mark.parametrize("count", [1, 2])
+def test_sigterm_saves_and_says_so(folder, count):
+    out = f"stopped {count}"
+    with Run(folder, out, count) as run:
+        run.wait_for_shards()
+        for one in run.children:
+            one.send_signal(signal.SIGTERM)
+        assert run.wait() == [143] * count, run.said()
+    assert run.said().count("stopped by SIGTERM; every answer so far is saved") == count
+    assert 0 < len(answers(folder / out)) < PROMPTS
+    with Run(folder, out) as one:
         assert one.wait() == [0], one.said()
-    assert answers(folder / "stopped") == answers(folder / "alone")
+    assert answers(folder / out) == answers(folder / "alone")
 
 
 if __name__ == "__main__":
