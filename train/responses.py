@@ -188,10 +188,7 @@ class ResponseWriter:
         """Writes what is queued as one shard, smaller than `shard_size` if need be."""
         if not self._pending:
             return
-        lines = [
-            json.dumps(dataclasses.asdict(response), separators=(",", ":"))
-            for response in self._pending
-        ]
+        lines = [json.dumps(vars(response), separators=(",", ":")) for response in self._pending]
         shard = self.folder / "responses" / f"part-{self._next_shard:05d}.jsonl"
         write_atomic(shard, "\n".join(lines) + "\n")
         # Both at once: an interrupt before this line writes the same shard again, never a second.

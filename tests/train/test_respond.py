@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 
 import jax
 import pytest
 
+from d3d_jax.errors import D3DError
 from d3d_jax.infer.target import Target
 from d3d_jax.models import decoder
 from d3d_jax.models.sharding import make_mesh
 from d3d_jax.sampling import SamplingParams
 from d3d_jax.train import respond as respond_module
+from d3d_jax.train import responses
 from d3d_jax.train.respond import Asked, prompt_seed, respond
 from d3d_jax.train.responses import ResponseWriter, read_responses
 from tests.infer.test_decoding import models
@@ -117,3 +120,21 @@ def test_an_interrupt_keeps_what_was_answered(tmp_path):
     kept = {r.index: r for r in read_responses(tmp_path)}
     assert 3 <= len(kept) < len(ASKED)
     assert answers(tmp_path) == answers(tmp_path / "straight")
+
+
+def test_a_full_disk_ends_the_run_and_what_was_written_stays(tmp_path, monkeypatch):
+    fsync, room = os.fsync, iter(range(4))
+
+    def full_disk(descriptor):
+        if next(room, None) is None:
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(responses.os, "fsync", full_disk)
+        patch.setattr(responses, "_FLUSH_SECONDS", -1.0)
+        with pytest.raises(D3DError, match="No space left on device"):
+            answers(tmp_path / "full")
+    kept = list(read_responses(tmp_path / "full"))
+    assert len(kept) == 3, "the manifest, and a response a shard"
+    assert answers(tmp_path / "full") == answers(tmp_path / "straight")
