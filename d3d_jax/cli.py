@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from d3d_jax.commands import check_options, options
+from d3d_jax.commands import check_options, options, respond_options
 from d3d_jax.errors import D3DError, LostProcessError
 
 # Subcommand → what it takes and the module whose `run` does it.
@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "generate": (options.Generate, "d3d_jax.commands.generate"),
     "warmup": (options.Warmup, "d3d_jax.commands.warmup"),
     "inspect": (options.Inspect, "d3d_jax.commands.inspect"),
-    "respond": (options.Respond, "d3d_jax.commands.respond"),
+    "respond": (respond_options.Respond, "d3d_jax.commands.respond"),
     "init-drafter": (options.InitDrafter, "d3d_jax.commands.init_drafter"),
     "train": (options.Train, "d3d_jax.commands.train"),
     "evaluate": (options.Evaluate, "d3d_jax.commands.evaluate"),

@@ -9,6 +9,8 @@ import numpy as np
 
 from d3d_jax.errors import D3DError
 
+_DAYS = 30 * 24 * 3600
+
 
 def is_first() -> bool:
     """Whether this process writes what is written once."""
@@ -41,3 +43,17 @@ def first_does(action: Callable[[], None], failure: str) -> None:
             error = found
     if not told_by_first(error is None):
         raise error or D3DError(f"{failure}; the first process's own error says why")
+
+
+def meet(name: str) -> None:
+    """Waits until all processes are here, for days if need be; a name serves once.
+
+    They wait at the coordinator, which ends them all where one has died. A collective of their
+    devices would give up after minutes.
+    """
+    if jax.process_count() == 1:
+        return
+    from orbax.checkpoint import multihost
+
+    everyone = set(range(jax.process_count()))
+    multihost.sync_global_processes(name, timeout=_DAYS, processes=everyone)

@@ -1,4 +1,4 @@
-"""Which devices hold the target and which the drafter."""
+"""Which devices of this process hold the target and which the drafter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def role_meshes(
     """The meshes of the target and of the drafter.
 
     Args:
-      target_devices: indices of `jax.devices()`; None takes the first `target_tp`, or the first.
+      target_devices: indices of `jax.local_devices()`; None takes the first `target_tp`, or the
+        first.
       target_tp: over how many of them heads, intermediate size and vocabulary are split, batch
         rows being split over the rest; None splits over all.
       drafter_devices: split over all of them; None takes the first device that the target leaves
@@ -32,7 +33,7 @@ def role_meshes(
     Raises:
       D3DError: an index that does not exist or comes twice, or a target_tp that does not divide.
     """
-    devices = jax.devices()
+    devices = jax.local_devices()
     if target_devices is None:
         target_devices = range(target_tp or 1)
     target = chosen_devices("target devices", target_devices) or []
@@ -50,14 +51,14 @@ def role_meshes(
 
 
 def chosen_devices(what: str, indices: Sequence[int] | None) -> list[Any] | None:
-    """The devices of some indices of `jax.devices()`; None for None.
+    """The devices of some indices of `jax.local_devices()`; None for None.
 
     Raises:
       D3DError: an index that does not exist or comes twice; `what` names the option.
     """
     if indices is None:
         return None
-    devices = jax.devices()
+    devices = jax.local_devices()
     for index in indices:
         if not 0 <= index < len(devices):
             raise D3DError(f"{what}: there is no device {index}, only 0 to {len(devices) - 1}")

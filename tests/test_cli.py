@@ -12,7 +12,9 @@ import pytest
 
 from d3d_jax import cli
 from d3d_jax.commands import demo, from_scratch
-from d3d_jax.train.responses import read_prompts
+from d3d_jax.models.tokenizer import Tokenizer
+from d3d_jax.train.prompts import read_prompts
+from d3d_jax.train.responses import read_manifest, read_responses
 from tests.models.test_processes import free_port
 from tests.tiny_folders import BLOCK_SIZE, write_drafter, write_target
 
@@ -204,6 +206,55 @@ def test_imported_responses_become_a_dataset(models, tmp_path, capsys):
     assert "9 responses to train on, 1 held out" in " ".join(capsys.readouterr().err.split())
 
 
+def test_some_prompts_of_a_conversation_file_are_answered_then_more(models, tmp_path, capsys):
+    talk = [
+        {"from": "system", "value": "the"},
+        {"from": "human", "value": "hello"},
+        {"from": "gpt", "value": "no"},
+    ]
+    rows = [{"conversations": talk[i % 2 :], "source": "ab"[i % 2]} for i in range(8)]
+    rows[5] = {"conversations": [{"from": "human", "value": "hello " * 40}]}
+    (tmp_path / "talk.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ["respond", "--target", str(models / "target"), "--out", str(tmp_path / "out")]
+    command += ["--prompts", str(tmp_path / "talk.jsonl"), "--batch", "2", "--max-new-tokens", "4"]
+    command += ["--system", "hello", "--temperature", "1.5", "--seed", "2"]
+    assert cli.main([*command, "--limit", "3"]) == 0
+    few = {r.index: r for r in read_responses(tmp_path / "out")}
+    assert cli.main([*command, "--max-prompt-tokens", "150"]) == 0
+    assert "1 of 8 records of talk have more than 150 tokens" in capsys.readouterr().err
+    made = {r.index: r for r in read_responses(tmp_path / "out")}
+    assert len(few) == 3 and set(made) == set(range(8)) - {5} and few.items() <= made.items()
+    tokenizer = Tokenizer.from_folder(models / "target")
+    for index, system in ((0, "the"), (1, "hello")):
+        user = {"role": "user", "content": "hello"}
+        asked = tokenizer.chat([{"role": "system", "content": system}, user])
+        assert made[index].prompt_ids == asked and made[index].task == "ab"[index]
+    sampling = read_manifest(tmp_path / "out").sampling
+    assert sampling["greedy"] is False and (sampling["temperature"], sampling["seed"]) == (1.5, 2)
+    status = cli.main([*command, "--seed", "3"])
+    assert "made with sampling" in one_error(capsys, status)
+
+
+BAD_RESPOND = {
+    "no prompts": ([], "give either --prompts or --import-from"),
+    "no such file": (["--prompts", "nonesuch.jsonl"], "cannot read nonesuch.jsonl"),
+    "too hot": (["--prompts", "x", "--temperature", "101"], "temperature must be a number"),
+    "no nucleus": (["--prompts", "x", "--top-p", "0"], "top_p must be a number above 0"),
+    "none wanted": (["--prompts", "x", "--limit", "0"], "--limit must be at least 1"),
+    "sampled prompts": (["--prompts", "x", "--sampled"], "describe imported responses"),
+    "drawn imports": (["--import-from", "x", "--seed", "1"], "go with --prompts"),
+    "half a meeting": (["--prompts", "x", "--process-id", "1"], "go together"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RESPOND)
+def test_respond_refuses(case, models, tmp_path, capsys):
+    args, said = BAD_RESPOND[case]
+    command = ["respond", "--target", str(models / "target"), "--out", str(tmp_path / "out")]
+    assert said in one_error(capsys, cli.main([*command, *args]))
+    assert not (tmp_path / "out").exists()
+
+
 def test_demo_compares_the_modes_and_saves_the_figures(models, tmp_path, capsys):
     roles = ["--target", str(models / "target"), "--drafter", str(models / "drafter")]
     size = ["--prompts", "2", "--max-new-tokens", "8"]
@@ -289,14 +340,33 @@ def test_a_drafter_of_another_tokenizer_is_refused(models, responses, tmp_path, 
     assert "another target or tokenizer" in one_error(capsys, status)
 
 
-def test_data_of_another_target_is_refused(models, responses, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"target": "another"}, "with target target, the drafter was made for another"),
+        ({"template_fingerprint": "f" * 64}, f"the drafter was made for {'f' * 64}"),
+    ],
+)
+def test_data_of_another_target_is_refused(models, responses, tmp_path, capsys, changes, said):
     other = tmp_path / "other"
-    write_drafter(other, models / "target", target="another")
+    write_drafter(other, models / "target", **changes)
     data = ["--data", str(responses / "dataset"), "--target", str(models / "target")]
     settings = ["--config", str(models / "config.yaml"), "--out", str(tmp_path / "run")]
     status = cli.main(["train", *data, "--drafter", str(other), *settings])
-    assert "the drafter was made for another" in one_error(capsys, status)
+    assert said in one_error(capsys, status)
     assert not (tmp_path / "run").exists()
+
+
+def test_data_of_another_tokenizer_is_refused(models, responses, tmp_path, capsys):
+    shutil.copytree(responses / "dataset", tmp_path / "data")
+    file = tmp_path / "data/metadata.json"
+    metadata = json.loads(file.read_text())
+    metadata["manifest"]["tokenizer_fingerprint"] = "f" * 64
+    file.write_text(json.dumps(metadata))
+    command = ["train", "--data", str(tmp_path / "data"), "--target", str(models / "target")]
+    command += ["--config", str(models / "config.yaml"), "--drafter", str(models / "drafter")]
+    said = one_error(capsys, cli.main([*command, "--out", str(tmp_path / "run")]))
+    assert f"holds responses with tokenizer {'f' * 64}" in said
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_any_work(
@@ -341,7 +411,7 @@ import signal, sys, types
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from d3d_jax import cli
 from d3d_jax.commands import demo, from_scratch
-from d3d_jax.train.responses import read_prompts
+from d3d_jax.train.prompts import read_prompts
 from d3d_jax.commands import options
 stub = types.ModuleType("stub")
 sys.modules["stub"] = stub

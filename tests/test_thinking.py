@@ -146,10 +146,24 @@ def test_a_template_without_the_switch_is_refused_before_any_response(tmp_path, 
     assert "has no enable_thinking" in one_error(capsys, status)
 
 
-@pytest.mark.parametrize("option", [["--thinking", "on"], ["--system", "a"]])
-def test_imported_prompts_cannot_be_told_anything(tmp_path, capsys, option):
-    status = cli.main(["respond", "--target", "any", "--import-from", "any", *option])
-    assert "go with --prompts" in one_error(capsys, status)
+def test_imported_responses_say_whether_the_target_thought(models, tmp_path, capsys):
+    (tmp_path / "made.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "hello"}, '
+        '{"role": "assistant", "content": "the"}]}'
+    )
+    args = ["respond", "--import-from", str(tmp_path / "made.jsonl"), "--thinking", "on"]
+    out = ["--target", str(models / "target"), "--out", str(tmp_path / "out")]
+    assert cli.main([*args, *out]) == 0
+    (response,) = read_responses(tmp_path / "out")
+    tokenizer = Tokenizer.from_folder(models / "target")
+    said = tokenizer.decode(response.prompt_ids, skip_special_tokens=False)
+    assert said == rendered("hello", "on") and read_manifest(tmp_path / "out").thinking is True
+    capsys.readouterr()
+    assert "go with --prompts" in one_error(capsys, cli.main([*args, *out, "--system", "a"]))
+    write_target(tmp_path / "target")
+    status = cli.main([*args, "--target", str(tmp_path / "target"), "--out", str(tmp_path / "no")])
+    assert "has no enable_thinking" in one_error(capsys, status)
+    assert not (tmp_path / "no").exists()
 
 
 def test_demo_tells_the_template(models, tmp_path, capsys, monkeypatch):
@@ -167,10 +181,10 @@ def test_demo_tells_the_template(models, tmp_path, capsys, monkeypatch):
 
 
 def test_demo_from_scratch_asks_for_such_responses(models, tmp_path, capsys, monkeypatch):
-    asked = {}
+    asked = []
 
-    def make_responses(*args, **options):
-        asked.update(options)
+    def make_responses(options):
+        asked.append(options.thinking)
         raise D3DError("enough")
 
     monkeypatch.setattr(from_scratch.respond, "make_responses", make_responses)
@@ -178,4 +192,4 @@ def test_demo_from_scratch_asks_for_such_responses(models, tmp_path, capsys, mon
     paths = ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--prompts", "1"]
     target = ["--target", str(models / "target")]
     assert cli.main(["demo", "--from-scratch", *target, *paths, "--thinking", "off"]) == 2
-    assert asked["thinking"] is False
+    assert asked == ["off"]

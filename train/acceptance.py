@@ -1,9 +1,10 @@
-"""Offline acceptance: the τ that greedy decoding would have, measured without running the target.
+"""Offline acceptance: the τ that decoding would have, measured without running the target.
 
-Greedy responses are what the target would say, so one packed pass over a response, with a block
-anchored at every response token, tells how many drafts would be accepted from every position;
-walking those jumps gives the exact τ of synchronous greedy decoding. What the drafter said at every
-round is recorded on the way; `train/outcomes.py` makes hit rates and calibrations of it.
+Responses are what the target says, greedily or with the noise of a seed, so one packed pass over
+one, with a block anchored at every response token, tells how many drafts would be accepted from
+every position; walking those jumps gives the exact τ of decoding it again synchronously. What the
+drafter said at every round is recorded on the way; `train/outcomes.py` makes hit rates and
+calibrations of it.
 """
 
 from __future__ import annotations
@@ -109,8 +110,6 @@ class OfflineAcceptance:
     ) -> None:
         if len(dataset) == 0:
             raise D3DError("the validation split is empty; build it with validation prompts")
-        if not dataset.manifest.sampling.get("greedy"):
-            raise D3DError("offline acceptance needs greedy responses; this dataset was sampled")
         width = block_size or drafter.drafter.block_size
         if width > drafter.drafter.block_size:
             raise D3DError(

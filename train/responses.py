@@ -1,7 +1,7 @@
 """Target responses on disk while they are being made: a manifest beside atomic JSONL shards.
 
-Reading, writing, resuming and importing token ids live here. Making the responses (decoding), text
-conversations and the training dataset (`train/dataset.py`) do not.
+Reading, writing and resuming live here. Making the responses (`train/respond.py`), those made
+elsewhere (`train/imports.py`), prompts and the training dataset (`train/dataset.py`) do not.
 
     FOLDER/manifest.json                what was asked of which target (`Manifest`)
     FOLDER/responses/part-00000.jsonl   one `Response` a line; a shard appears whole or not at all
@@ -10,15 +10,15 @@ conversations and the training dataset (`train/dataset.py`) do not.
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import os
-import zlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from d3d_jax.errors import D3DError
+from d3d_jax.train.jsonl import json_lines
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -26,6 +26,8 @@ SPLITS = ("train", "validation")
 FINISH_REASONS = ("stop", "length")
 
 _VALIDATION_EVERY = 10
+# The most that a process killed without a warning loses, beside what fills no shard.
+_FLUSH_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,45 +111,44 @@ class Response:
                 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """The user turns of one conversation, first to last; split and task where they are stated."""
-
-    turns: tuple[str, ...]
-    split: str | None = None
-    task: str = ""
-
-
 class ResponseWriter:
     """Adds responses to a folder, `shard_size` a shard; what was flushed survives any crash.
 
     Opening a folder that already holds responses resumes it: `done` has the indices present.
-    One writer a folder at a time. Leaving the context flushes, also on Ctrl-C.
+    Leaving the context flushes, also on Ctrl-C; a slow writer flushes every half minute.
+
+    Several processes may write at once: each is a `part` of as many `parts`, and the first has
+    called `prepare_folder` before the others open it. The number may be another the next time.
 
     Raises:
         D3DError: the folder was made with another manifest, is damaged, or cannot be written.
     """
 
-    def __init__(self, folder: str | Path, manifest: Manifest, shard_size: int = 256) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        manifest: Manifest,
+        shard_size: int = 256,
+        *,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
         if shard_size < 1:
             raise D3DError(f"shard_size is {shard_size}, it must be at least 1")
         self.folder = Path(folder)
         self.manifest = manifest
         self.shard_size = shard_size
         self._pending: list[Response] = []
-        try:
-            (self.folder / "responses").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise D3DError(f"cannot create {self.folder}: {error.strerror}") from error
-        # A manifest without responses is what a run left that failed before its first.
-        if (self.folder / MANIFEST_NAME).exists() and _shards(self.folder):
-            _refuse_other_manifest(self.folder, read_manifest(self.folder), manifest)
+        self._flushed = time.monotonic()
+        if part == 0:
+            prepare_folder(self.folder, manifest)
         else:
-            text = json.dumps(manifest.to_json(), indent=2, sort_keys=True) + "\n"
-            write_atomic(self.folder / MANIFEST_NAME, text)
+            _refuse_other_manifest(self.folder, read_manifest(self.folder), manifest)
         self.done: set[int] = {response.index for response in read_responses(self.folder)}
         shards = _shards(self.folder)
-        self._next_shard = 1 + _shard_number(shards[-1]) if shards else 0
+        last = _shard_number(shards[-1]) if shards else -1
+        # Numbers of its own, whatever the others have written or will: those that leave `part`.
+        self._next_shard, self._parts = last + 1 + (part - last - 1) % parts, parts
 
     def add(
         self,
@@ -179,27 +180,45 @@ class ResponseWriter:
             raise D3DError(f"response {index} is already in {self.folder}")
         self.done.add(response.index)
         self._pending.append(response)
-        if len(self._pending) >= self.shard_size:
+        waited = time.monotonic() - self._flushed
+        if len(self._pending) >= self.shard_size or waited > _FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
         """Writes what is queued as one shard, smaller than `shard_size` if need be."""
         if not self._pending:
             return
-        lines = [
-            json.dumps(dataclasses.asdict(response), separators=(",", ":"))
-            for response in self._pending
-        ]
+        lines = [json.dumps(vars(response), separators=(",", ":")) for response in self._pending]
         shard = self.folder / "responses" / f"part-{self._next_shard:05d}.jsonl"
         write_atomic(shard, "\n".join(lines) + "\n")
         # Both at once: an interrupt before this line writes the same shard again, never a second.
-        self._next_shard, self._pending = self._next_shard + 1, []
+        self._next_shard, self._pending = self._next_shard + self._parts, []
+        self._flushed = time.monotonic()
 
     def __enter__(self) -> ResponseWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.flush()
+
+
+def prepare_folder(folder: str | Path, manifest: Manifest) -> None:
+    """Makes a folder that responses of this manifest can be added to.
+
+    Raises:
+        D3DError: it holds responses of another manifest, or cannot be written.
+    """
+    folder = Path(folder)
+    try:
+        (folder / "responses").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise D3DError(f"cannot create {folder}: {error.strerror}") from error
+    # A manifest without responses is what a run left that failed before its first.
+    if (folder / MANIFEST_NAME).exists() and _shards(folder):
+        _refuse_other_manifest(folder, read_manifest(folder), manifest)
+        return
+    text = json.dumps(manifest.to_json(), indent=2, sort_keys=True) + "\n"
+    write_atomic(folder / MANIFEST_NAME, text)
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -222,7 +241,7 @@ def read_responses(folder: str | Path) -> Iterator[Response]:
     """
     vocab_size = read_manifest(folder).vocab_size
     for shard in _shards(Path(folder)):
-        for number, record in _json_lines(shard):
+        for number, record in json_lines(shard):
             try:
                 _check_fields(Response, record)
                 response = Response(**record)
@@ -230,55 +249,6 @@ def read_responses(folder: str | Path) -> Iterator[Response]:
             except ValueError as error:
                 raise D3DError(f"{shard}, line {number}: {error}") from error
             yield response
-
-
-def import_responses(
-    path: str | Path, folder: str | Path, manifest: Manifest, shard_size: int = 256
-) -> int:
-    """Copies responses made elsewhere, as token ids, into a responses folder.
-
-    `path` is JSONL (optionally .gz) of {"prompt_ids": [...], "response_ids": [...]} and optionally
-    "split" and "task". The index of a response is its line, counted from 0 (an "index" in the file
-    counts within its task and is not kept). Without "split", `default_split` decides.
-    A response that does not end with a stop token counts as cut by length.
-    Calling again resumes: lines that are present are skipped.
-
-    Returns:
-        How many responses the folder holds.
-
-    Raises:
-        D3DError: a damaged line (named by file and line number), or another manifest in `folder`.
-    """
-    # A first pass only checks, so that a damaged file leaves no folder of its good half.
-    count = sum(1 for _ in _imported(Path(path), manifest))
-    if not count:
-        raise D3DError(f"{path} holds no responses")
-    with ResponseWriter(folder, manifest, shard_size) as writer:
-        for response in _imported(Path(path), manifest):
-            if response.index not in writer.done:
-                writer.add(**vars(response))
-    return len(writer.done)
-
-
-def read_prompts(path: str | Path) -> list[Prompt]:
-    """Reads JSONL (optionally .gz) of {"turns": [text, ...], "split": "train"|"validation"?}.
-
-    A "topic" is taken as the prompt's task; other fields are not read.
-
-    Raises:
-        D3DError: the file is absent, empty, or has a damaged line (named by line number).
-    """
-    prompts = []
-    for number, record in _json_lines(Path(path)):
-        turns, split = record.get("turns"), record.get("split")
-        if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
-            raise D3DError(f'{path}, line {number}: "turns" must be a list of at least one text')
-        if split is not None and split not in SPLITS:
-            raise D3DError(f"{path}, line {number}: split {split!r} is not train or validation")
-        prompts.append(Prompt(tuple(turns), split, str(record.get("topic", ""))))
-    if not prompts:
-        raise D3DError(f"{path} holds no prompts")
-    return prompts
 
 
 def default_split(index: int) -> str:
@@ -315,27 +285,6 @@ def _check_fields(cls: type, record: object) -> None:
         raise ValueError(f"the field {unknown[0]!r} is unknown")
 
 
-def _imported(path: Path, manifest: Manifest) -> Iterator[Response]:
-    for number, record in _json_lines(path):
-        try:
-            for name in ("prompt_ids", "response_ids"):
-                if name not in record:
-                    raise ValueError(f"the field {name!r} is missing")
-            response = Response(
-                index=number - 1,
-                prompt_ids=record["prompt_ids"],
-                response_ids=record["response_ids"],
-                finish_reason="length",
-                split=record.get("split", default_split(number - 1)),
-                task=record.get("task", ""),
-            )
-            response.check(manifest.vocab_size)
-        except ValueError as error:
-            raise D3DError(f"{path}, line {number}: {error}") from error
-        stopped = response.response_ids[-1] in manifest.stop_ids
-        yield dataclasses.replace(response, finish_reason="stop") if stopped else response
-
-
 def _refuse_other_manifest(folder: Path, present: Manifest, asked: Manifest) -> None:
     for field in dataclasses.fields(Manifest):
         old, new = getattr(present, field.name), getattr(asked, field.name)
@@ -356,31 +305,3 @@ def _shard_number(shard: Path) -> int:
     if not digits.isdigit():
         raise D3DError(f"{shard} is not named part-NUMBER.jsonl; move it out of the folder")
     return int(digits)
-
-
-def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number from 1, JSON object); blank lines are skipped."""
-    try:
-        with _open_text(path) as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise D3DError(f"{path}, line {number}: not valid JSON ({error})") from error
-                if not isinstance(record, dict):
-                    raise D3DError(f"{path}, line {number}: not a JSON object")
-                yield number, record
-    except UnicodeDecodeError as error:
-        raise D3DError(f"{path} is not UTF-8 text: {error}") from error
-    except (EOFError, zlib.error) as error:
-        raise D3DError(f"{path} is truncated or damaged: {error}") from error
-    except OSError as error:
-        raise D3DError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _open_text(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")  # type: ignore[return-value]
-    return path.open(encoding="utf-8")

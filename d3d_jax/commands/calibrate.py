@@ -1,6 +1,6 @@
 """`d3d calibrate`: makes a drafter's probabilities match how often its tokens come true.
 
-One temperature for each offset, fitted on recorded greedy responses of the target. The tokens that
+One temperature for each offset, fitted on recorded responses of the target. The tokens that
 are drafted stay as they are; policies that go by probabilities (best-first) choose better branches.
 """
 

@@ -14,7 +14,7 @@ from d3d_jax.commands.from_scratch import make_drafter
 from d3d_jax.commands.loading import drafter_mesh, target_mesh
 from d3d_jax.commands.option_groups import thinking_switch
 from d3d_jax.commands.options import Demo
-from d3d_jax.commands.runtime import busy, duration, note, prompt_ids, prompt_text, start_jax
+from d3d_jax.commands.runtime import busy, duration, note, prompt_ids, start_jax
 from d3d_jax.config import Mode
 from d3d_jax.errors import D3DError
 from d3d_jax.infer import demo, demo_report
@@ -24,7 +24,7 @@ from d3d_jax.infer.loading import drafter_caveat, model_name, open_drafter, ship
 from d3d_jax.infer.model import open_model
 from d3d_jax.models.registry import cache_dir, model_source
 from d3d_jax.models.tokenizer import Tokenizer
-from d3d_jax.train.responses import Prompt, read_prompts
+from d3d_jax.train.prompts import Prompt, read_prompts
 
 PROMPTS = Path(d3d_jax.__file__).parent / "assets" / "prompts.jsonl"
 
@@ -32,12 +32,13 @@ PROMPTS = Path(d3d_jax.__file__).parent / "assets" / "prompts.jsonl"
 def run(options: Demo) -> None:
     """Finds or makes the drafter, decodes in all modes, prints the table, saves the figures."""
     demo_report.check_writable(options.out)
-    texts = [prompt_text(prompt) for prompt in held_out(read_prompts(PROMPTS), options.prompts)]
+    asked = held_out(read_prompts(PROMPTS), options.prompts)
+    texts = [prompt.text for prompt in asked]
     thinking = thinking_switch(options.thinking)
     start_jax(cpu_devices=options.placement.num_devices)
     files = open_model(options.target)
     mesh = target_mesh(files, options.placement)
-    prompts = [prompt_ids(files, text, thinking=thinking) for text in texts]
+    prompts = [prompt_ids(files, prompt, thinking=thinking) for prompt in asked]
     drafter_files = open_drafter(
         files,
         _drafter_folder(options),
@@ -69,8 +70,7 @@ def run(options: Demo) -> None:
 def _drafter_folder(options: Demo) -> str | Path:
     if options.from_scratch:
         work = options.work or cache_dir() / "demo" / model_name(options.target)
-        thinking = thinking_switch(options.thinking)
-        return make_drafter(options.target, PROMPTS, work, thinking, options.placement)
+        return make_drafter(options.target, PROMPTS, work, options.thinking, options.placement)
     folder = options.drafter or shipped_drafter(options.target)
     if folder is None:
         raise D3DError(

@@ -87,8 +87,8 @@ def measure(
       policies: also compares policies of asynchronous decoding (`train.policies.compare`).
 
     Raises:
-      D3DError: sampled responses, which do not say what greedy decoding would, a block size above
-        the trained one, or policies of a drafter of shift 0.
+      D3DError: no responses, a block size above the trained one, or policies of a drafter of
+        shift 0.
     """
     acceptance = OfflineAcceptance(drafter, dataset, documents, block_size)
     with busy(f"measuring {len(acceptance.indices)} responses"):
@@ -103,6 +103,7 @@ def measure(
         "tasks": by_task,
         "documents": len(acceptance.indices),
         "split": dataset.split,
+        "sampling": dataset.manifest.sampling,
         "block_size": found.block_size,
         **compared,
     }
@@ -134,7 +135,8 @@ def _observe(
 
 def print_figures(figures: dict[str, Any]) -> None:
     """The figures of `measure` as text."""
-    print(f"τ {figures['tau']:.3f} pooled over {figures['documents']} {figures['split']} responses")
+    kind = figures["split"] if figures["sampling"].get("greedy") else f"sampled {figures['split']}"
+    print(f"τ {figures['tau']:.3f} pooled over {figures['documents']} {kind} responses")
     print(f"τ {figures['tau_per_response']:.3f} mean of the responses' own")
     reached = Table("drafts accepted", "share of rounds")
     for count, share in enumerate(figures["reached"], start=1):

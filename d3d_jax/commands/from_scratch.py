@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Literal
 
 import jax
 
@@ -15,6 +16,7 @@ from d3d_jax.commands import init_drafter, respond
 from d3d_jax.commands.evaluate import load_checked, measure, print_figures
 from d3d_jax.commands.option_groups import TargetPlacement
 from d3d_jax.commands.options import InitDrafter
+from d3d_jax.commands.respond_options import Respond
 from d3d_jax.commands.runtime import duration, note
 from d3d_jax.commands.train import train
 from d3d_jax.infer.demo_report import check_writable
@@ -35,13 +37,13 @@ def make_drafter(
     target: str,
     prompts: Path,
     work: Path,
-    thinking: bool | None = None,
+    thinking: Literal["on", "off"] | None = None,
     placement: TargetPlacement | None = None,
 ) -> Path:
     """Makes responses, trains a drafter on them and measures it; continues what `work` holds.
 
     Args:
-      thinking: whether the target thinks, on or off; None: as its chat template has it.
+      thinking: whether the target thinks; None: as its chat template has it.
       placement: of the target while it answers; None: on the first device.
 
     Returns:
@@ -54,13 +56,15 @@ def make_drafter(
     began = time.perf_counter()
     note(f"1 of 4: {target} answers the built-in prompts ({work})")
     respond.make_responses(
-        target,
-        prompts,
-        work / "responses",
-        MAX_NEW_TOKENS,
-        BATCH,
-        thinking=thinking,
-        placement=placement,
+        Respond(
+            target=target,
+            prompts=str(prompts),
+            out=work / "responses",
+            max_new_tokens=MAX_NEW_TOKENS,
+            batch=BATCH,
+            thinking=thinking,
+            placement=placement or TargetPlacement(),
+        )
     )
     data = respond.ensure_dataset(work / "responses")
     initial = work / "initial-drafter"

@@ -15,7 +15,6 @@ from d3d_jax.commands.runtime import (
     busy,
     note,
     prompt_ids,
-    prompt_text,
     start_jax,
     warn_of_turns,
 )
@@ -26,7 +25,7 @@ from d3d_jax.infer.replies import Reply
 from d3d_jax.infer.stop_strings import TextStream, before_stop
 from d3d_jax.models.tokenizer import Tokenizer
 from d3d_jax.sampling import SamplingParams
-from d3d_jax.train.responses import read_prompts
+from d3d_jax.train.prompts import Prompt, read_prompts
 
 # Rounds for longer replies are compiled when a reply gets there: few do, and it costs seconds.
 _WARM_TOKENS = 512
@@ -35,10 +34,11 @@ _WARM_TOKENS = 512
 def run(options: Generate) -> None:
     """Decodes all prompts, --batch of them at a time."""
     params = sampling_params(options.sampling, options.max_new_tokens)
-    texts = _texts(options)
+    asked = _prompts(options)
+    texts = [prompt.text for prompt in asked]
     start_jax(cpu_devices=options.placement.num_devices)
     files = open_decoder(options.target, options.decoding, options.placement)
-    prompts = [_ids(options, files.target, text) for text in texts]
+    prompts = [_ids(options, files.target, prompt) for prompt in asked]
     files.check(prompts)
     with busy(f"loading {options.target}"):
         decoder = files.load(options.max_new_tokens, slots=options.decoding.batch)
@@ -48,13 +48,13 @@ def run(options: Generate) -> None:
     show(decoder, files.target.tokenizer, texts, prompts, params)
 
 
-def _texts(options: Generate) -> list[str]:
+def _prompts(options: Generate) -> list[Prompt]:
     if options.prompt is not None:
-        return [options.prompt]
+        return [Prompt(options.prompt)]
     if options.prompts_file is not None:
         prompts = read_prompts(options.prompts_file)
         warn_of_turns(prompts, options.prompts_file)
-        return [prompt_text(prompt) for prompt in prompts]
+        return prompts
     if sys.stdin.isatty():
         note("Type the prompt and end it with Ctrl-D.")
     try:
@@ -63,13 +63,15 @@ def _texts(options: Generate) -> list[str]:
         raise D3DError(f"standard input is not UTF-8 text: {error}") from None
     if not text:
         raise D3DError("standard input holds no prompt; give one there or with --prompt")
-    return [text]
+    return [Prompt(text)]
 
 
-def _ids(options: Generate, files: ModelFiles, text: str) -> list[int]:
+def _ids(options: Generate, files: ModelFiles, prompt: Prompt) -> list[int]:
+    if options.raw and prompt.system is not None:
+        raise D3DError("--raw has no place for system messages, and the prompts have some")
     if options.raw:
-        return files.tokenizer.encode(text)
-    return prompt_ids(files, text, options.system, thinking_switch(options.thinking))
+        return files.tokenizer.encode(prompt.text)
+    return prompt_ids(files, prompt, options.system, thinking_switch(options.thinking))
 
 
 def _replies(

@@ -13,6 +13,7 @@ from d3d_jax.commands.option_groups import (
     Placement,
     SamplingOptions,
     TargetPlacement,
+    TokenChoice,
 )
 from d3d_jax.commands.runtime import note
 from d3d_jax.config import Mode
@@ -124,7 +125,7 @@ def _note_unused(why: str, options: Mapping[str, object]) -> None:
         note(f"{why}: {', '.join(given)} changes nothing")
 
 
-def sampling_params(options: SamplingOptions, max_new_tokens: int) -> SamplingParams:
+def sampling_params(options: TokenChoice, max_new_tokens: int) -> SamplingParams:
     """What sampling options ask of a request (`D3DError` for values out of range)."""
     return SamplingParams(
         options.temperature,
@@ -133,5 +134,5 @@ def sampling_params(options: SamplingOptions, max_new_tokens: int) -> SamplingPa
         options.min_p,
         options.seed,
         max_new_tokens,
-        options.stop,
+        options.stop if isinstance(options, SamplingOptions) else (),
     )

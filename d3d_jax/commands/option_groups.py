@@ -186,7 +186,26 @@ class Decoding:
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingOptions:
+class TokenChoice:
+    """How tokens are chosen.
+
+    Attributes:
+      temperature: 0 takes the likeliest token; above, tokens are drawn.
+      top_k: Draw from the K likeliest tokens only.
+      top_p: Draw from the fewest likeliest tokens that hold this much of the probability.
+      min_p: Draw from tokens at least this probable relative to the likeliest.
+      seed: In float32 the same seed draws the same reply in every mode and batch.
+    """
+
+    temperature: float = 0.0
+    top_k: Annotated[int | None, arg("K", "all")] = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions(TokenChoice):
     """How tokens are chosen, and where a reply ends.
 
     Attributes:
@@ -198,9 +217,4 @@ class SamplingOptions:
       stop: Texts that end a reply, besides the model's own stop tokens.
     """
 
-    temperature: float = 0.0
-    top_k: Annotated[int | None, arg("K", "all")] = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
     stop: Annotated[tuple[str, ...], arg("TEXT ...", "none")] = ()

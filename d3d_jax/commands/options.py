@@ -18,7 +18,6 @@ from d3d_jax.commands.option_groups import (
     Processes,
     SamplingOptions,
     System,
-    TargetPlacement,
     Thinking,
     arg,
     at_least,
@@ -70,49 +69,6 @@ class InitDrafter:
             raise D3DError("--layers and --random-layers exclude each other")
         if (self.draft_vocab_size is None) != (self.vocab_from is None):
             raise D3DError("--draft-vocab-size and --vocab-from go together: give both or neither")
-
-
-@dataclasses.dataclass(frozen=True)
-class Respond:
-    """Let the target answer prompts greedily and build the training dataset from its answers.
-
-    An interrupted run continues where it stopped when the same command is given again.
-
-    Attributes:
-      target: Model that answers: a name, hub id, folder or .gguf file.
-      prompts: JSONL (or .jsonl.gz) of {"turns": [TEXT, ...]}; the first turn is the prompt.
-      import_from: Instead of prompts: JSONL (or .gz) of {"prompt_ids", "response_ids"} that the
-        target wrote elsewhere.
-      system: System message put before each prompt.
-      thinking: Whether the target thinks before it answers; its chat template must be able to
-        switch that.
-      sampled: The responses to import were sampled. They can be trained on, but offline τ, which
-        is exact for greedy ones only, is refused.
-      out: Folder for the responses and, in dataset/, the dataset.
-      max_new_tokens: Longest response, the stop token included.
-      batch: Prompts decoded together.
-      placement: Which devices hold the target.
-    """
-
-    target: Annotated[str, arg("MODEL")]
-    prompts: Annotated[Path | None, arg("FILE", "none")] = None
-    import_from: Annotated[Path | None, arg("FILE", "none")] = None
-    system: System = None
-    thinking: Thinking = None
-    sampled: bool = False
-    out: Annotated[Path | None, arg("DIR", "named after the file")] = None
-    max_new_tokens: int = 192
-    batch: int = 24
-    placement: TargetPlacement = dataclasses.field(default_factory=TargetPlacement)
-
-    def __post_init__(self) -> None:
-        at_least(1, max_new_tokens=self.max_new_tokens, batch=self.batch)
-        if (self.prompts is None) == (self.import_from is None):
-            raise D3DError("give either --prompts or --import-from")
-        if self.import_from is not None and (self.system, self.thinking) != (None, None):
-            raise D3DError("--system and --thinking go with --prompts: imports are token ids")
-        if self.sampled and self.import_from is None:
-            raise D3DError("--sampled describes imported responses: it goes with --import-from")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +124,7 @@ class Evaluate:
     Attributes:
       drafter: Folder or hub id of the drafter.
       target: Its target model.
-      data: Dataset folder of greedy responses of that target.
+      data: Dataset folder of responses of that target.
       split: Part of the dataset.
       block_size: W to draft with.
       documents: How many responses, evenly spread; 0 for all.
@@ -201,7 +157,7 @@ class Calibrate:
     Attributes:
       drafter: Folder of the drafter, which is changed.
       target: Its target model.
-      data: Dataset folder of greedy responses of that target.
+      data: Dataset folder of responses of that target.
       split: Part of the dataset; the drafter should not have been trained on it.
       documents: How many responses, evenly spread; 0 for all.
     """
@@ -227,7 +183,7 @@ class Plan:
     Attributes:
       target: Model to decode: a name, hub id, folder or .gguf file.
       drafter: Folder or hub id of the drafter.
-      data: Dataset folder of greedy responses of that target, to measure acceptance on.
+      data: Dataset folder of responses of that target, to measure acceptance on.
       split: Part of the dataset.
       documents: How many responses, evenly spread; 0 for all.
       profile: Files of --save-profile to take instead, one for each depth of the drafter.

@@ -124,6 +124,8 @@ class Here:
         """Refuses responses that acceptance cannot be measured on, or too few to check with."""
         check_data(self.drafter, dataset)
         OfflineAcceptance(self.drafter, dataset, block_size=max(self.policies))
+        if self.options.check and not dataset.manifest.sampling.get("greedy"):
+            raise D3DError("--check decodes greedily, and the responses of --data were sampled")
         if self.options.check > len(dataset):
             raise D3DError(f"--check may be at most {len(dataset)}, the responses there are")
 
@@ -208,9 +210,6 @@ def measure_profile(
       params: stacked arrays.
       documents: how many, evenly spread; 0 for all.
       policies: by block size; hit rates are measured of each where the drafter has any offline.
-
-    Raises:
-      D3DError: sampled responses.
     """
     config, params = drafter.drafter, jax.device_put(params)
     reached: dict[int, tuple[float, ...]] = {}

@@ -3,132 +3,208 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from d3d_jax.commands.loading import target_mesh
-from d3d_jax.commands.option_groups import TargetPlacement, thinking_switch
-from d3d_jax.commands.options import Respond
+import jax
+import numpy as np
+
+from d3d_jax.commands.loading import sampling_params, target_mesh
+from d3d_jax.commands.option_groups import thinking_switch
+from d3d_jax.commands.respond_options import Respond
 from d3d_jax.commands.runtime import (
     Bar,
     busy,
+    join_processes,
     note,
     prompt_ids,
-    prompt_text,
+    sigterm_noted,
     start_jax,
-    warn_of_turns,
 )
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.loading import model_name
-from d3d_jax.infer.model import open_model
-from d3d_jax.models import checkpoint
-from d3d_jax.models.registry import resolve_model
-from d3d_jax.models.tokenizer import Tokenizer
+from d3d_jax.infer.model import ModelFiles, open_model
+from d3d_jax.processes import first_does, is_first, meet
+from d3d_jax.sampling import SamplingParams
 from d3d_jax.train.dataset import build_dataset, open_dataset
-from d3d_jax.train.respond import respond
-from d3d_jax.train.responses import (
-    Manifest,
-    ResponseWriter,
-    import_responses,
-    read_prompts,
-    read_responses,
-)
+from d3d_jax.train.imports import import_responses
+from d3d_jax.train.prompts import Prompt, PromptSource, file_name, open_prompts
+from d3d_jax.train.respond import Asked, respond
+from d3d_jax.train.responses import Manifest, ResponseWriter, prepare_folder, read_responses
 
 DATASET = "dataset"
+_SAVED = "every answer so far is saved: the same command continues"
 
 
 def run(options: Respond) -> None:
     """Makes or imports the responses, then builds the dataset."""
-    file = options.prompts or options.import_from
-    assert file is not None
-    out = options.out or Path(f"{file.name.split('.')[0]}-responses")
-    if options.prompts is not None:
-        make_responses(
-            options.target,
-            file,
-            out,
-            options.max_new_tokens,
-            options.batch,
-            system=options.system,
-            thinking=thinking_switch(options.thinking),
-            placement=options.placement,
-        )
-    else:
-        folder = resolve_model(options.target)
-        manifest = _manifest(
-            options.target, folder, file, options.max_new_tokens, greedy=not options.sampled
-        )
-        with busy(f"importing {file}"):
-            import_responses(file, out, manifest)
-    dataset = ensure_dataset(out)
-    train, validation = (_count(dataset, split) for split in ("train", "validation"))
-    note(f"{dataset}: {train} responses to train on, {validation} held out")
+    if options.import_from is not None:
+        _build(_import(options))
+        return
+    out = make_responses(options)
+    meet("answered")
+    try:
+        if is_first():
+            _build(out)
+    finally:
+        # JAX ends all processes where one has left long before another.
+        meet("built")
 
 
-def make_responses(
-    target_name: str,
-    file: Path,
-    out: Path,
-    max_new_tokens: int,
-    batch: int,
-    *,
-    system: str | None = None,
-    thinking: bool | None = None,
-    placement: TargetPlacement | None = None,
-) -> int:
-    """Answers every prompt of a file that `out` does not hold an answer to yet.
+def make_responses(options: Respond) -> Path:
+    """Answers every prompt that the folder does not hold an answer to yet.
 
-    Args:
-      system: message put before each prompt.
-      thinking: on or off; None: as the chat template has it.
-      placement: of the target; None: on the first device.
+    Of several processes each answers a part, on devices of its own.
 
     Returns:
-      How many answers `out` holds then.
+      The folder.
 
     Raises:
-      D3DError: bad prompts, another run's folder, a prompt too long for the model, or a chat
-        template that cannot switch thinking.
+      D3DError: bad prompts, another run's folder, a chat template that cannot switch thinking, or
+        sampling out of range.
+      StoppedError: SIGTERM; what is answered is saved.
     """
-    prompts = read_prompts(file)
-    warn_of_turns(prompts, file)
-    files, task = open_model(target_name), file.name.split(".")[0]
-    rows = [
-        (prompt_ids(files, prompt_text(p), system, thinking), p.split, p.task or task)
-        for p in prompts
-    ]
-    placement = placement or TargetPlacement()
-    start_jax(cpu_devices=placement.num_devices)
-    mesh = target_mesh(files, placement)
-    most = files.config.max_length
-    for number, (ids, _, _) in enumerate(rows, start=1):
-        if len(ids) >= most:
-            raise D3DError(
-                f"{file}: prompt {number} has {len(ids)} tokens, {target_name} takes at most "
-                f"{most - 1}"
-            )
-    manifest = _manifest(target_name, files.folder, file, max_new_tokens)
-    manifest = dataclasses.replace(manifest, system=system, thinking=thinking)
-    writer = ResponseWriter(out, manifest)
-    if missing := len(rows) - len(writer.done):
-        with busy(f"loading {target_name}"):
+    assert options.prompts is not None
+    sampling = sampling_params(options.sampling, options.max_new_tokens)
+    files = open_model(options.target)
+    with busy(f"reading {options.prompts}"):
+        source = open_prompts(options.prompts, options.column)
+    # So that a template that cannot do what is asked is known before anything is written.
+    _, first = next(source.read())
+    prompt_ids(files, first, options.system, thinking_switch(options.thinking))
+    start_jax(cpu_devices=options.placement.num_devices)
+    if options.processes.several:
+        join_processes(options.processes)
+    mesh = target_mesh(files, options.placement)
+    out = options.out or Path(f"{source.label}-responses")
+    manifest = dataclasses.replace(
+        _manifest(files, source.name, options),
+        sampling=_described(sampling),
+        system=options.system,
+    )
+    first_does(lambda: prepare_folder(out, manifest), f"cannot use the folder {out}")
+    part, parts = jax.process_index(), jax.process_count()
+    writer = ResponseWriter(out, manifest, part=part, parts=parts)
+    questions = _Questions(files, source, options, writer.done)
+    if missing := questions.missing:
+        with busy(f"loading {options.target}"):
             target = files.load(mesh).target
-        with Bar("responses", len(rows)) as bar:
-            respond(target, rows, writer, batch=min(batch, missing), progress=_Speed(bar))
-    return len(writer.done)
+        title = "responses" if parts == 1 else f"responses, process {part + 1} of {parts}"
+        with Bar(title, questions.total) as bar, sigterm_noted(_SAVED) as look:
+            respond(
+                target,
+                questions.ask(),
+                writer,
+                batch=min(options.batch, missing),
+                sampling=sampling,
+                progress=_Progress(bar, questions, writer, look),
+            )
+    questions.report()
+    return out
 
 
-class _Speed:
-    """Passes progress on to a bar, with the tokens per second so far."""
+class _Questions:
+    """This process's part of the prompts, as token ids.
 
-    def __init__(self, bar: Bar):
-        self.bar, self.tokens, self.began = bar, 0, time.perf_counter()
+    Attributes:
+      total: how many there are to answer, as far as is known.
+      missing: how many of them had no answer at first.
+    """
 
-    def __call__(self, done: int, total: int, tokens: int) -> None:
+    def __init__(
+        self, files: ModelFiles, source: PromptSource, options: Respond, done: set[int]
+    ) -> None:
+        self._files, self._source, self._options = files, source, options
+        chosen = np.zeros(source.rows, bool)
+        # The first N of one shuffle: those of a smaller N are among those of a larger.
+        chosen[np.random.default_rng(0).permutation(source.rows)[: options.limit]] = True
+        own = np.arange(source.rows) % jax.process_count() == jax.process_index()
+        self._wanted = chosen & own
+        self.total = int(self._wanted.sum())
+        self._wanted[[index for index in done if index < source.rows]] = False
+        self.missing = int(self._wanted.sum())
+        self._asked = self._too_long = 0
+        limit = options.max_prompt_tokens or files.config.max_length
+        self._most = min(limit, files.config.max_length - 1)
+
+    def ask(self) -> Iterator[Asked]:
+        """Those that have no answer yet, and are not too long, in the source's order."""
+        options, thinking = self._options, thinking_switch(self._options.thinking)
+        for index, prompt in self._source.read(lambda index: bool(self._wanted[index])):
+            try:
+                ids = prompt_ids(self._files, prompt, options.system, thinking)
+            except D3DError:
+                continue  # as that of a record without a prompt: it must not end a long run
+            if len(ids) > self._most:
+                self._too_long += 1
+                self.total -= 1
+                continue
+            self._asked += 1
+            yield Asked(index, ids, prompt.split, prompt.task or self._source.label)
+
+    def report(self) -> None:
+        """Says which prompts were left out, if any."""
+        unusable = self.missing - self._asked - self._too_long
+        for count, what in (
+            (self._too_long, f"have more than {self._most} tokens"),
+            (unusable, "hold no prompt that the chat template takes"),
+        ):
+            if count:
+                note(f"{count} of {self._source.rows} records of {self._source.label} {what}")
+
+
+class _Progress:
+    """Passes progress of this process's part on to a bar, with the tokens per second so far.
+
+    Args:
+      look: for a signal that ends the work, by an exception.
+    """
+
+    def __init__(
+        self, bar: Bar, questions: _Questions, writer: ResponseWriter, look: Callable[[], None]
+    ):
+        self.bar, self.questions, self.writer, self.look = bar, questions, writer, look
+        self.before = len(writer.done) - (questions.total - questions.missing)
+        self.tokens, self.began = 0, time.perf_counter()
+
+    def __call__(self, tokens: int) -> None:
+        self.look()
         self.tokens += tokens
+        if not is_first():
+            return  # the others' parts take as long
         speed = self.tokens / (time.perf_counter() - self.began)
-        self.bar.update(done, f"{speed:.0f} tokens/s" if self.tokens else "")
+        self.bar.total = self.questions.total
+        self.bar.update(len(self.writer.done) - self.before, f"{speed:.0f} tokens/s")
+
+
+def _import(options: Respond) -> Path:
+    """Brings responses made elsewhere into the folder, which it returns."""
+    file = options.import_from
+    assert file is not None
+    files = open_model(options.target)
+    if options.thinking is not None:
+        # A template that has no such switch is refused, also where no text is to be rendered.
+        prompt_ids(files, Prompt("a"), thinking=thinking_switch(options.thinking))
+    out = options.out or Path(f"{file.name.split('.')[0]}-responses")
+    manifest = dataclasses.replace(
+        _manifest(files, f"imported from {file_name(file)}", options),
+        sampling={"greedy": not options.sampled},
+    )
+    with busy(f"importing {file}"):
+        imported = import_responses(
+            file, out, manifest, tokenizer=files.tokenizer, requests=options.requests
+        )
+    if imported.failed:
+        note(f"{imported.failed} lines of {file} tell of a request that failed, and were left out")
+    return out
+
+
+def _build(responses: Path) -> None:
+    dataset = ensure_dataset(responses)
+    train, validation = (_count(dataset, split) for split in ("train", "validation"))
+    note(f"{dataset}: {train} responses to train on, {validation} held out")
 
 
 def ensure_dataset(responses: Path) -> Path:
@@ -149,22 +225,23 @@ def _count(dataset: Path, split: str) -> int:
         return 0  # it has no such split
 
 
-def _manifest(
-    name: str, folder: Path, file: Path, max_new_tokens: int, greedy: bool = True
-) -> Manifest:
-    tokenizer, (model, _) = Tokenizer.from_folder(folder), checkpoint.read_config(folder)
-    try:
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError as error:
-        raise D3DError(f"cannot read {file}: {error.strerror}") from None
+def _manifest(files: ModelFiles, prompts: str, options: Respond) -> Manifest:
+    """What is asked of which target; how tokens are chosen is left to say."""
     return Manifest(
-        target=model_name(name),
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        template_fingerprint=tokenizer.template_fingerprint,
-        vocab_size=model.vocab_size,
-        stop_ids=tokenizer.stop_ids,
-        sampling={"greedy": greedy},
-        max_new_tokens=max_new_tokens,
-        # With its hash, so that a run is not continued with other prompts of the same name.
-        prompts=f"{file.name} sha256:{digest[:16]}",
+        target=model_name(options.target),
+        tokenizer_fingerprint=files.tokenizer.fingerprint,
+        template_fingerprint=files.tokenizer.template_fingerprint,
+        vocab_size=files.config.vocab_size,
+        stop_ids=files.tokenizer.stop_ids,
+        sampling={"greedy": True},
+        max_new_tokens=options.max_new_tokens,
+        prompts=prompts,
+        thinking=thinking_switch(options.thinking),
     )
+
+
+def _described(sampling: SamplingParams) -> dict[str, Any]:
+    if sampling.greedy:
+        return {"greedy": True}
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    return {"greedy": False, **{name: getattr(sampling, name) for name in names}}

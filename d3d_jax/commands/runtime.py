@@ -6,8 +6,9 @@ Standard output belongs to results; everything said along the way goes to stderr
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,9 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from d3d_jax.commands.option_groups import Processes
 from d3d_jax.compilation import keep_compiled
-from d3d_jax.errors import D3DError
+from d3d_jax.errors import D3DError, StoppedError
 from d3d_jax.infer.model import ModelFiles
-from d3d_jax.train.responses import Prompt
+from d3d_jax.train.prompts import Prompt
 
 console = Console(stderr=True, highlight=False)
 # A log file gets a line of progress no more often than this, in seconds.
@@ -70,6 +71,33 @@ def join_processes(processes: Processes) -> None:
             "the processes of this run cannot meet; give --coordinator, --num-processes and "
             f"--process-id ({error})"
         ) from None
+
+
+@contextlib.contextmanager
+def sigterm_noted(saved: str) -> Iterator[Callable[[], None]]:
+    """Notes a first SIGTERM, for work that looks now and then whether one came.
+
+    Raised at once it could leave a compilation at work, at which the end of the process crashes.
+
+    Yields:
+      A function that raises `StoppedError` once it came; `saved` says what is kept.
+    """
+    came = False
+
+    def noted(number: int, frame: Any) -> None:
+        nonlocal came
+        came = True
+        signal.signal(number, before)  # a second one does not wait
+
+    def look() -> None:
+        if came:
+            raise StoppedError(f"stopped by SIGTERM; {saved}", signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, noted)
+    try:
+        yield look
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def note(sentence: str) -> None:
@@ -153,21 +181,19 @@ class Bar:
             note(", ".join(part for part in parts if part))
 
 
-def prompt_text(prompt: Prompt) -> str:
-    """The text a prompt of a file stands for: its first turn."""
-    return prompt.turns[0]
-
-
 def warn_of_turns(prompts: list[Prompt], file: Path) -> None:
     """Says so when a file holds conversations of which only the beginning is used."""
-    if longer := sum(len(prompt.turns) > 1 for prompt in prompts):
+    if longer := sum(prompt.turns > 1 for prompt in prompts):
         note(f"{longer} prompts of {file} have more than one turn; only the first is used")
 
 
 def prompt_ids(
-    files: ModelFiles, text: str, system: str | None = None, thinking: bool | None = None
+    files: ModelFiles, prompt: Prompt, system: str | None = None, thinking: bool | None = None
 ) -> list[int]:
-    """Token ids of one user message under the model's chat template (`ModelFiles.encode`).
+    """Token ids of a prompt under the model's chat template (`ModelFiles.encode`).
+
+    Args:
+      system: message put before a prompt that has none of its own.
 
     Raises:
       D3DError: the model has no chat template, it refuses the message, or it cannot switch
@@ -175,4 +201,5 @@ def prompt_ids(
     """
     if files.tokenizer.chat_template is None:
         raise D3DError("the target has no chat template: only d3d generate --raw can use it")
-    return files.encode(text, system=system, thinking=thinking)
+    system = system if prompt.system is None else prompt.system
+    return files.encode(prompt.text, system=system, thinking=thinking)

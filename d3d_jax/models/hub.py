@@ -1,7 +1,8 @@
-"""Models of the Hugging Face hub: the snapshot of one revision, in the hub client's own cache.
+"""The Hugging Face hub: a snapshot of one revision of a model, or some files of a dataset.
 
-Here: what a hub id with a revision looks like, the download, and whether a cached copy is complete.
-Not here: the other sources of a model, and the short names (registry.py).
+They lie in the hub client's own cache. Here: what a hub id with a revision looks like, the
+download, and whether a cached copy is complete. Not here: the other sources of a model, the short
+names (registry.py), and which files of a dataset hold what (train/prompt_datasets.py).
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 from d3d_jax.errors import D3DError
+
+Kind = Literal["model", "dataset"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +35,7 @@ _REVISION = re.compile(r"(?!/)(?!.*\.\.)[^\s~^:?*\[\\]+")
 
 
 class HubError(D3DError):
-    """The hub did not give a model; another source may."""
+    """The hub did not give what was asked of it; another source may."""
 
 
 def is_hub_id(name: str) -> bool:
@@ -51,6 +55,77 @@ def hub_snapshot(hub_id: str, revision: str | None = None, *, weights: bool = Tr
       HubError: the hub cannot be reached and holds no complete cached copy of this revision,
         refuses, knows no such revision, or the model lacks safetensors or tokenizer.json.
     """
+    patterns = _PATTERNS if weights else _DESCRIPTION
+    snapshot, online = _snapshot(hub_id, revision, "model", lambda info: patterns, _IGNORED)
+    missing = missing_file(snapshot, weights)
+    if missing is None:
+        return snapshot
+    what = _named(hub_id, revision)
+    if online:
+        raise HubError(f"the hub model {what} holds no {missing}; choose one that does")
+    raise HubError(
+        f"the hub does not answer and the cached copy of {what} is incomplete: {missing} is "
+        f"missing; {_COMPLETE_IT}"
+    )
+
+
+def hub_files(
+    hub_id: str, revision: str | None, choose: Callable[[list[str]], list[str]]
+) -> tuple[str, list[Path]]:
+    """Files of a hub dataset in the hub's own cache, downloaded if they are not there.
+
+    Args:
+      revision: a branch, tag or commit; None: the main branch.
+      choose: of the names of all its files, those that are wanted.
+
+    Returns:
+      The commit, and the files in the order of `choose`.
+
+    Raises:
+      D3DError: of `choose`, or `revision` cannot be the name of one.
+      HubError: the hub cannot be reached and its cache lacks a file, it refuses, or it knows no
+        such dataset or revision.
+    """
+    chosen: list[str] = []
+
+    def patterns(info: Any) -> list[str]:
+        if info is None:
+            names = _cached_names(hub_id, revision)
+        else:
+            names = [file.rfilename for file in info.siblings]
+        chosen.extend(choose(names))
+        return chosen
+
+    snapshot, _ = _snapshot(hub_id, revision, "dataset", patterns)
+    return snapshot.name, [snapshot / name for name in chosen]
+
+
+def _cached_names(hub_id: str, revision: str | None) -> list[str]:
+    """The files of a dataset: all where the client kept their list, else those that are cached."""
+    from huggingface_hub import get_cached_repo_tree, snapshot_download
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    where: Any = {"repo_type": "dataset", "revision": revision}
+    try:
+        return [file.path for file in get_cached_repo_tree(hub_id, **where)]
+    except CachedRepoTreeNotFoundError:
+        folder = snapshot_download(hub_id, **where, allow_patterns=[], local_files_only=True)
+        files = (file for file in Path(folder).rglob("*") if file.is_file())
+        return [file.relative_to(folder).as_posix() for file in files]
+
+
+def _snapshot(
+    hub_id: str,
+    revision: str | None,
+    kind: Kind,
+    patterns: Callable[[Any], Sequence[str]],
+    ignored: Sequence[str] = (),
+) -> tuple[Path, bool]:
+    """The snapshot folder with what was not cached downloaded, and whether the hub answers.
+
+    Args:
+      patterns: of the files wanted, given what the hub says of the repository (None: no answer).
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -61,44 +136,45 @@ def hub_snapshot(hub_id: str, revision: str | None = None, *, weights: bool = Tr
 
     if revision is not None and not _REVISION.fullmatch(revision):
         raise D3DError(f"{revision!r} is no revision of {hub_id}; give a branch, tag or commit")
-    what = hub_id if revision is None else f"{hub_id}@{revision}"
-    online = False
+    what, info = _named(hub_id, revision), None
+    nothing, here = {
+        "model": ("neither a folder nor a hub model is", f"there is no folder {hub_id} here, "),
+        "dataset": ("no dataset of the hub is", ""),
+    }[kind]
     try:
-        online = _answers(hub_id, revision)
+        info = _info(hub_id, revision, kind)
         with _progress():
             snapshot = snapshot_download(
                 hub_id,
+                repo_type=kind,
                 revision=revision,
-                allow_patterns=_PATTERNS if weights else _DESCRIPTION,
-                ignore_patterns=_IGNORED,
-                local_files_only=not online,
+                allow_patterns=list(patterns(info)),
+                ignore_patterns=list(ignored),
+                local_files_only=info is None,
             )
+    except D3DError:
+        raise  # of `patterns`
     except GatedRepoError as error:
         raise HubError(f"{hub_id} is gated; accept its terms and run `hf auth login`") from error
     except RepositoryNotFoundError as error:
-        raise HubError(f"neither a folder nor a hub model is called {hub_id}") from error
+        raise HubError(f"{nothing} called {hub_id}") from error
     except RevisionNotFoundError as error:
-        raise HubError(f"the hub model {hub_id} has no branch, tag or commit {revision}") from error
+        raise HubError(
+            f"the hub {kind} {hub_id} has no branch, tag or commit {revision}"
+        ) from error
     except Exception as error:  # the client passes on whatever its HTTP library raises
-        if online:
+        if info is not None:
             raise HubError(f"the download of {what} from the hub failed ({error})") from error
         # The client knows the files of a copy it began itself, and says which it lacks.
         if isinstance(error, LocalEntryNotFoundError) and hasattr(error, "snapshot_path"):
             known = str(error).split(". ")[0]
             raise HubError(f"the hub does not answer: {known}; {_COMPLETE_IT}") from error
-        raise HubError(
-            f"there is no folder {hub_id} here, the hub does not answer and no copy of {what} is "
-            "cached"
-        ) from error
-    missing = missing_file(Path(snapshot), weights)
-    if missing is not None:
-        if online:
-            raise HubError(f"the hub model {what} holds no {missing}; choose one that does")
-        raise HubError(
-            f"the hub does not answer and the cached copy of {what} is incomplete: {missing} is "
-            f"missing; {_COMPLETE_IT}"
-        )
-    return Path(snapshot)
+        raise HubError(f"{here}the hub does not answer and no copy of {what} is cached") from error
+    return Path(snapshot), info is not None
+
+
+def _named(hub_id: str, revision: str | None) -> str:
+    return hub_id if revision is None else f"{hub_id}@{revision}"
 
 
 def missing_file(snapshot: Path, weights: bool = True) -> str | None:
@@ -130,19 +206,22 @@ def _is_drafter(snapshot: Path) -> bool:
         return False  # whoever reads it will say what is wrong with it
 
 
-def _answers(hub_id: str, revision: str | None) -> bool:
-    """One question with a short time-out: some calls inside a download wait for ever."""
+def _info(hub_id: str, revision: str | None, kind: Kind) -> Any:
+    """What the hub says of a repository; None: it does not answer.
+
+    One question with a short time-out: some calls inside a download wait for ever.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
+    ask = HfApi().model_info if kind == "model" else HfApi().dataset_info
     try:
-        HfApi().model_info(hub_id, revision=revision, timeout=_TIMEOUT_S)
+        return ask(hub_id, revision=revision, timeout=_TIMEOUT_S)
     except (RepositoryNotFoundError, RevisionNotFoundError):
         raise
     except Exception as error:  # off line by setting, no route, a proxy that refuses: all the same
         _log.debug("the hub does not answer: %s", error)
-        return False
-    return True
+        return None
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.target import Target
 from d3d_jax.models import decoder
 from d3d_jax.models.sharding import make_mesh
+from d3d_jax.sampling import SamplingParams
 from d3d_jax.train.acceptance import OfflineAcceptance
 from tests.infer.batches import started
 from tests.tiny_models import (
@@ -79,9 +80,9 @@ def roles(kind="shift 1", model_type="qwen3", stop_ids=(), policy=(3, 2), device
     return target, DrafterRole(drafter, decoder.unstack(own), make_mesh([last]), policy)
 
 
-def decode(mode, target, drafter, prompts=PROMPTS, count=LENGTH):
+def decode(mode, target, drafter, prompts=PROMPTS, count=LENGTH, params=None):
     decoding = Decoder(target, drafter, DecodeConfig(mode=mode, max_new_tokens=count))
-    return decoding.generate(prompts)
+    return decoding.generate(prompts, params)
 
 
 def test_the_target_is_worth_decoding():
@@ -235,11 +236,22 @@ def test_promise_5_offline_tau_is_decoded_tau(kind):
         assert offline.tau > 1.2
 
 
-def test_sampled_responses_have_no_offline_tau():
+def test_offline_tau_of_sampled_responses_is_that_of_sampling():
+    """What was drawn is what the target says again, with the same seed."""
+    target, drafter = roles()
+    params = [SamplingParams(0.6, seed=seed, max_new_tokens=LENGTH) for seed in range(len(PROMPTS))]
+    replies = decode("sync", target, drafter, params=params)
+    assert [reply.token_ids for reply in replies] != expected()
+    pairs = [(p, r.token_ids) for p, r in zip(PROMPTS, replies, strict=True)]
+    documents = Documents(pairs, greedy=False)
+    offline = OfflineAcceptance(trained("shift 1")[0], documents).measure(trained("shift 1")[1])
+    assert offline.rounds.tolist() == [reply.rounds for reply in replies]
+    assert offline.tau > 1.1
+
+
+def test_no_responses_have_no_offline_tau():
     with pytest.raises(D3DError, match="empty"):
         OfflineAcceptance(trained("shift 1")[0], Documents([]))
-    with pytest.raises(D3DError, match="needs greedy responses"):
-        OfflineAcceptance(trained("shift 1")[0], Documents([([1], [2, 3])], greedy=False))
 
 
 def test_frozen_rows_keep_their_length_on_both_sides():

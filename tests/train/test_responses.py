@@ -1,9 +1,8 @@
-"""Responses on disk: round trip, resumption, atomic shards, refusal of damage, import, prompts."""
+"""Responses on disk: round trip, resumption, atomic shards, parts of several, refusal of damage."""
 
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,10 @@ from d3d_jax.errors import D3DError
 from d3d_jax.train import responses
 from d3d_jax.train.responses import (
     Manifest,
-    Prompt,
     Response,
     ResponseWriter,
     default_split,
-    import_responses,
     read_manifest,
-    read_prompts,
     read_responses,
 )
 
@@ -239,99 +235,37 @@ def test_a_file_in_place_of_the_folder_is_one_sentence(tmp_path: Path) -> None:
         ResponseWriter(tmp_path / "file" / "below", MANIFEST)
 
 
-RECORDS = [
-    {"prompt_ids": [1, index], "response_ids": [5, 6, 2 if index % 2 else 7]} for index in range(20)
-]
+def test_a_slow_writer_writes_before_a_shard_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses, "_FLUSH_SECONDS", -1.0)
+    writer = ResponseWriter(tmp_path, MANIFEST)
+    writer.add(0, [1], [2], "stop", "train")
+    assert shards(tmp_path) == ["part-00000.jsonl"]
 
 
-def jsonl(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+def test_parts_write_at_once_and_another_number_of_them_continues(tmp_path: Path) -> None:
+    written: list[str] = []
+    for parts in (2, 3, 1, 2):
+        # All are open before any has written.
+        writers = [
+            ResponseWriter(tmp_path, MANIFEST, part=part, parts=parts) for part in range(parts)
+        ]
+        for _ in range(2):
+            for part in reversed(range(parts)):
+                writers[part].add(len(written), [1], [2], "stop", "train")
+                writers[part].flush()
+                written.append(str(len(written)))
+                assert len(shards(tmp_path)) == len(written), "no shard was written over"
+    found = [response.index for response in read_responses(tmp_path)]
+    assert sorted(found) == list(range(len(written)))
 
 
-def test_import_fills_in_finish_reason_and_split(tmp_path: Path) -> None:
-    count = import_responses(jsonl(tmp_path / "made.jsonl", RECORDS), tmp_path / "out", MANIFEST)
-    stored = list(read_responses(tmp_path / "out"))
-    assert count == 20
-    assert [r.prompt_ids for r in stored] == [r["prompt_ids"] for r in RECORDS]
-    assert [r.response_ids for r in stored] == [r["response_ids"] for r in RECORDS]
-    assert [r.finish_reason for r in stored] == ["length", "stop"] * 10
-    assert [r.index for r in stored if r.split == "validation"] == [9, 19]
-
-
-def test_import_keeps_split_and_task_of_a_compressed_file(tmp_path: Path) -> None:
-    record = {**RECORDS[0], "split": "validation", "task": "mbpp", "index": 555}
-    path = tmp_path / "made.jsonl.gz"
-    with gzip.open(path, "wt") as file:
-        file.write(json.dumps(record) + "\n")
-    import_responses(path, tmp_path / "out", MANIFEST)
-    (stored,) = read_responses(tmp_path / "out")
-    assert (stored.split, stored.task, stored.index) == ("validation", "mbpp", 0)
-
-
-def test_import_resumes(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "made.jsonl", RECORDS[:7])
-    import_responses(source, tmp_path / "out", MANIFEST, shard_size=3)
-    jsonl(source, RECORDS)
-    assert import_responses(source, tmp_path / "out", MANIFEST, shard_size=3) == 20
-    assert [r.index for r in read_responses(tmp_path / "out")] == list(range(20))
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"prompt_ids": [1]}, "'response_ids' is missing"),
-        ({"prompt_ids": [1], "response_ids": [100]}, "not a token id below 100"),
-        ({"prompt_ids": [1.0], "response_ids": [1]}, "prompt_ids holds 1.0"),
-        ({"prompt_ids": "text", "response_ids": [1]}, "prompt_ids is not a list"),
-        ({"prompt_ids": [1], "response_ids": [1], "split": "dev"}, "split 'dev'"),
-        ({"prompt_ids": [1], "response_ids": [1], "task": 3}, "task 3"),
-    ],
-)
-def test_a_damaged_import_makes_nothing(tmp_path: Path, bad: Any, message: str) -> None:
-    source = jsonl(tmp_path / "made.jsonl", [*RECORDS, bad])
-    with pytest.raises(D3DError, match=f"made.jsonl, line 21: .*{message}"):
-        import_responses(source, tmp_path / "out", MANIFEST)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_truncated_or_absent_import_is_one_sentence(tmp_path: Path) -> None:
-    whole = gzip.compress(b'{"prompt_ids": [1], "response_ids": [2]}\n' * 500)
-    (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-20])
-    (tmp_path / "text.jsonl.gz").write_bytes(b"{}")
-    for name, message in (("cut", "truncated"), ("text", "cannot read"), ("none", "No such file")):
-        with pytest.raises(D3DError, match=message):
-            import_responses(tmp_path / f"{name}.jsonl.gz", tmp_path / "out", MANIFEST)
-    with pytest.raises(D3DError, match="holds no responses"):
-        import_responses(jsonl(tmp_path / "empty.jsonl", []), tmp_path / "out", MANIFEST)
-
-
-def test_prompts(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"turns": ["a", "é"]}\n\n{"turns": ["b"], "split": "validation", "id": 3}\n')
-    assert read_prompts(path) == [Prompt(("a", "é")), Prompt(("b",), "validation")]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"turns": ["a"]}\n{"turns": ["a"', "line 2: not valid JSON"),
-        ('{"turns": []}', "line 1"),
-        ('{"turns": "a"}', "line 1"),
-        ('{"turns": [1]}', "line 1"),
-        ('{"prompt": "a"}', "line 1"),
-        ('{"turns": ["a"], "split": "test"}', "line 1: split 'test'"),
-        ("", "holds no prompts"),
-    ],
-)
-def test_damaged_prompts_are_named(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(text)
-    with pytest.raises(D3DError, match=message):
-        read_prompts(path)
-
-
-def test_prompts_that_are_not_text_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(D3DError, match="not UTF-8"):
-        read_prompts(tmp_path / "prompts.jsonl")
+def test_a_part_is_refused_another_manifest_though_nothing_is_written_yet(tmp_path: Path) -> None:
+    other = dataclasses.replace(MANIFEST, max_new_tokens=9)
+    with pytest.raises(D3DError, match="not a folder of responses"):
+        ResponseWriter(tmp_path, MANIFEST, part=1, parts=2)
+    ResponseWriter(tmp_path, MANIFEST, part=0, parts=2)
+    with pytest.raises(D3DError, match="max_new_tokens = 8, not 9"):
+        ResponseWriter(tmp_path, other, part=1, parts=2)
+    assert read_manifest(tmp_path) == MANIFEST
