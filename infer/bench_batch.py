@@ -1,8 +1,9 @@
 """Benchmark of batches: `python -m d3d_jax.infer.bench_batch --out FILE.json`.
 
-Throughput of every mode and miss policy at 1 … 16 concurrent requests, what a row that misses costs
-the others, and the host's own time per round, in one run on this machine. Prompts are the demo's
-held-out ones; each run decodes all of them, a freed slot going to the next.
+Throughput of every mode and miss policy at 1 … 16 concurrent requests with one drafter or several
+(of both label shifts, say), what a row that misses costs the others, and the host's own time per
+round, in one run on this machine. Prompts are the demo's held-out ones; each run decodes all of
+them, a freed slot going to the next.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def throughput(
                 {
                     "concurrency": slots,
                     "way": way,
+                    "label_shift": drafter.drafter.label_shift,
                     "tokens_per_second": spread.median,
                     "iqr": spread.iqr,
                     "speedup": spread.median / Spread.of(rates["plain"]).median,
@@ -113,7 +115,9 @@ def main() -> None:
     """Runs everything and writes one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--drafter", default=None, help="default: the one shipped for the model")
+    parser.add_argument(
+        "--drafter", nargs="+", default=[None], help="default: the one shipped for the model"
+    )
     parser.add_argument("--policy", default=None)
     parser.add_argument("--block-size", type=int, default=None)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16])
@@ -125,9 +129,9 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     target_mesh, drafter_mesh = role_meshes("async")
     model = load_model(args.model, target_mesh)
-    drafter = load_drafter(
-        model, args.drafter, drafter_mesh, block_size=args.block_size, policy=args.policy
-    )
+    sizes = {"block_size": args.block_size, "policy": args.policy}
+    drafters = [load_drafter(model, name, drafter_mesh, **sizes) for name in args.drafter]
+    drafter = drafters[0]
     lines = (Path(d3d_jax.__file__).parent / "assets" / "prompts.jsonl").read_text().splitlines()
     texts = [p["turns"][0] for p in map(json.loads, lines) if p["split"] == "validation"]
     prompts = [model.encode(text) for text in texts[: args.prompts]]
@@ -138,9 +142,11 @@ def main() -> None:
         "prompts": len(prompts),
         "tokens": args.tokens,
         "repeats": args.repeats,
-        "throughput": throughput(
-            model, drafter, prompts, args.concurrency, args.tokens, args.repeats
-        ),
+        "throughput": [
+            row | {"drafter": name}
+            for name, own in zip(args.drafter, drafters, strict=True)
+            for row in throughput(model, own, prompts, args.concurrency, args.tokens, args.repeats)
+        ],
         "resolve_ms_batch_8": cost_of_misses(model, drafter, prompts[0], 8),
         "host_ms_per_round_alone": {
             str(batch): host_alone(model.target, drafter, args.tokens, batch) for batch in (1, 16)
