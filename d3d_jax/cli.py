@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import tyro
 
 from d3d_jax.commands import check_options, options, respond_options
-from d3d_jax.errors import D3DError, LostProcessError
+from d3d_jax.errors import D3DError
 
 # Subcommand → what it takes and the module whose `run` does it.
 COMMANDS: dict[str, tuple[type, str]] = {
@@ -53,21 +53,32 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
     except KeyboardInterrupt:
         _say("interrupted")
-        return 130
+        return _ended_early(130)
     except BrokenPipeError:
         # The interpreter flushes stdout once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
     except D3DError as error:
         _say(f"error: {error}")
-        if isinstance(error, LostProcessError):
-            # The interpreter's own end would wait for threads that wait for that process.
-            os._exit(error.exit_status)
-        return error.exit_status
+        return _ended_early(error.exit_status)
     except OSError as error:
         _say(f"error: {error.filename or 'input or output'}: {error.strerror or error}")
-        return 2
+        return _ended_early(2)
     return 0
+
+
+def _ended_early(status: int) -> int:
+    """Returns the exit status of what failed; one of several processes ends with it at once.
+
+    The interpreter's own end would wait for the others, and then abort them all.
+    """
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        from d3d_jax.processes import leave
+
+        leave()
+        os._exit(status)
+    return status
 
 
 def _parse(argv: Sequence[str] | None) -> Any:

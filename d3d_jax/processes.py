@@ -1,15 +1,29 @@
-"""What several processes of one run tell each other; with one process everything is as it was."""
+"""What several processes of one run tell each other; with one process everything is as it was.
+
+What need not be told at once, they leave with the coordinator: a process that looks there now and
+then still notices signals, which it would not within one of JAX's barriers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from d3d_jax.errors import D3DError
+from d3d_jax.errors import D3DError, LostProcessError
 
-_DAYS = 30 * 24 * 3600
+Result = TypeVar("Result")
+
+_LOOK_EVERY = 0.2
+# How long the first process, which holds the coordinator, waits for the others to end before it.
+_LEAVE_SECONDS = 60.0
+# How long a process takes to end once it has said so.
+_END_SECONDS = 1.0
 
 
 def is_first() -> bool:
@@ -26,34 +40,102 @@ def told_by_first(answer: bool) -> bool:
     return bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
 
 
-def first_does(action: Callable[[], None], failure: str) -> None:
+def first_does(action: Callable[[], Result], failure: str) -> Result | None:
     """Lets the first process do something that the others wait for.
 
     Args:
       failure: the sentence of the others' error.
 
+    Returns:
+      What the action gave, in the first process.
+
     Raises:
       D3DError: it failed, in every process.
     """
     error: D3DError | None = None
+    result = None
     if is_first():
         try:
-            action()
+            result = action()
         except D3DError as found:
             error = found
     if not told_by_first(error is None):
         raise error or D3DError(f"{failure}; the first process's own error says why")
+    return result
 
 
-def meet(name: str) -> None:
+def refuse_different(asked: str) -> None:
+    """Refuses processes that were not asked the same, in all of them (D3DError)."""
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    digest = np.frombuffer(hashlib.sha256(asked.encode()).digest(), np.uint8)
+    if (multihost_utils.process_allgather(digest) != digest).any():
+        raise D3DError("the processes of this run have different options, prompts or targets")
+
+
+def meet(name: str, look: Callable[[], None] = lambda: None) -> None:
     """Waits until all processes are here, for days if need be; a name serves once.
 
-    They wait at the coordinator, which ends them all where one has died. A collective of their
-    devices would give up after minutes.
+    Args:
+      look: called all the while; what it raises ends the wait.
+
+    Raises:
+      LostProcessError: another has ended early.
     """
     if jax.process_count() == 1:
         return
-    from orbax.checkpoint import multihost
+    _tell(name)
+    while len(_told(name)) < jax.process_count():
+        look()
+        refuse_lost()
+        time.sleep(_LOOK_EVERY)
 
-    everyone = set(range(jax.process_count()))
-    multihost.sync_global_processes(name, timeout=_DAYS, processes=everyone)
+
+def refuse_lost() -> None:
+    """Raises `LostProcessError` if another process has ended early."""
+    if jax.process_count() > 1 and _told("left"):
+        raise LostProcessError(
+            "another process of this run has ended early; its own error says why, and the same "
+            "command in all of them continues"
+        )
+
+
+def leave() -> None:
+    """Tells the others that this process ends early; the first of them waits for theirs."""
+    from jax._src import distributed
+
+    state, end = distributed.global_state, time.monotonic() + _LEAVE_SECONDS
+    with contextlib.suppress(LostProcessError):
+        _tell("left")
+        while state.process_id == 0 and time.monotonic() < end:
+            if len(_told("left")) == state.num_processes:
+                time.sleep(_END_SECONDS)
+                return
+            time.sleep(_LOOK_EVERY)
+
+
+def _tell(what: str) -> None:
+    with _coordinator() as (client, process):
+        client.key_value_set(f"d3d/{what}/{process}", "", allow_overwrite=True)
+
+
+def _told(what: str) -> list[Any]:
+    """Who has told so."""
+    with _coordinator() as (client, _):
+        return client.key_value_dir_get(f"d3d/{what}/")
+
+
+@contextlib.contextmanager
+def _coordinator() -> Iterator[tuple[Any, int]]:
+    """JAX's client of the coordinator, for which it has no public name, and this process's number.
+
+    Both are known without touching a device, which may be what has failed.
+    """
+    from jax._src import distributed
+
+    try:
+        yield distributed.global_state.client, distributed.global_state.process_id
+    except jax.errors.JaxRuntimeError as error:
+        raise LostProcessError(f"the first process of this run is gone ({error})") from error

@@ -131,7 +131,8 @@ def build_dataset(
         `out_dir`.
 
     Raises:
-        D3DError: no responses, a damaged or repeated one, or `out_dir` exists and not `overwrite`.
+        D3DError: no responses, a damaged one, two for one prompt, or `out_dir` exists and not
+            `overwrite`.
     """
     responses, out = Path(responses_folder), Path(out_dir)
     if out.exists() and not overwrite:
@@ -189,15 +190,9 @@ def _damaged(folder: Path, what: object) -> D3DError:
 
 
 def _check_responses(responses: Path) -> list[str]:
-    """Reads all responses, refuses repeated ones, and returns the splits that occur."""
-    seen: set[int] = set()
-    splits: set[str] = set()
-    for response in read_responses(responses):
-        if response.index in seen:
-            raise D3DError(f"{responses} holds response {response.index} twice")
-        seen.add(response.index)
-        splits.add(response.split)
-    if not seen:
+    """Reads all responses and returns the splits that occur."""
+    splits = {response.split for response in read_responses(responses)}
+    if not splits:
         raise D3DError(f"{responses} holds no responses yet")
     return [split for split in SPLITS if split in splits]
 

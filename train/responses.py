@@ -5,23 +5,27 @@ elsewhere (`train/imports.py`), prompts and the training dataset (`train/dataset
 
     FOLDER/manifest.json                what was asked of which target (`Manifest`)
     FOLDER/responses/part-00000.jsonl   one `Response` a line; a shard appears whole or not at all
+    FOLDER/.lock                        held while a run adds to the folder
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import functools
 import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from d3d_jax.errors import D3DError
 from d3d_jax.train.jsonl import json_lines
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+_LOCK_NAME = ".lock"
 SPLITS = ("train", "validation")
 FINISH_REASONS = ("stop", "length")
 
@@ -115,13 +119,15 @@ class ResponseWriter:
     """Adds responses to a folder, `shard_size` a shard; what was flushed survives any crash.
 
     Opening a folder that already holds responses resumes it: `done` has the indices present.
-    Leaving the context flushes, also on Ctrl-C; a slow writer flushes every half minute.
+    Leaving the context flushes, also on Ctrl-C, and lets go of the folder; a slow writer flushes
+    every half minute.
 
     Several processes may write at once: each is a `part` of as many `parts`, and the first has
-    called `prepare_folder` before the others open it. The number may be another the next time.
+    opened the folder before the others do. The number may be another the next time.
 
     Raises:
-        D3DError: the folder was made with another manifest, is damaged, or cannot be written.
+        D3DError: the folder was made with another manifest, is damaged, cannot be written, or
+            another run is adding to it.
     """
 
     def __init__(
@@ -141,14 +147,19 @@ class ResponseWriter:
         self._pending: list[Response] = []
         self._flushed = time.monotonic()
         if part == 0:
-            prepare_folder(self.folder, manifest)
+            self._lock = _prepare_folder(self.folder, manifest)
         else:
             _refuse_other_manifest(self.folder, read_manifest(self.folder), manifest)
-        self.done: set[int] = {response.index for response in read_responses(self.folder)}
+            self._lock = _hold(self.folder)
         shards = _shards(self.folder)
         last = _shard_number(shards[-1]) if shards else -1
         # Numbers of its own, whatever the others have written or will: those that leave `part`.
         self._next_shard, self._parts = last + 1 + (part - last - 1) % parts, parts
+
+    @functools.cached_property
+    def done(self) -> set[int]:
+        """Indices of the responses that are there; asked for first, it reads the folder."""
+        return {response.index for response in read_responses(self.folder)}
 
     def add(
         self,
@@ -189,36 +200,64 @@ class ResponseWriter:
         if not self._pending:
             return
         lines = [json.dumps(vars(response), separators=(",", ":")) for response in self._pending]
-        shard = self.folder / "responses" / f"part-{self._next_shard:05d}.jsonl"
-        write_atomic(shard, "\n".join(lines) + "\n")
-        # Both at once: an interrupt before this line writes the same shard again, never a second.
-        self._next_shard, self._pending = self._next_shard + self._parts, []
+        text = "\n".join(lines) + "\n"
+        while not _write_new(
+            self.folder / "responses" / f"part-{self._next_shard:05d}.jsonl", text
+        ):
+            self._next_shard += self._parts
+        # An interrupt before this line writes the same responses again, of which readers drop one.
+        self._pending = []
         self._flushed = time.monotonic()
 
     def __enter__(self) -> ResponseWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.flush()
+        try:
+            self.flush()
+        finally:
+            self._lock.close()
 
 
-def prepare_folder(folder: str | Path, manifest: Manifest) -> None:
-    """Makes a folder that responses of this manifest can be added to.
-
-    Raises:
-        D3DError: it holds responses of another manifest, or cannot be written.
-    """
-    folder = Path(folder)
+def _prepare_folder(folder: Path, manifest: Manifest) -> IO[str]:
+    """Makes a folder that responses of this manifest can be added to; returns its lock, held."""
     try:
         (folder / "responses").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise D3DError(f"cannot create {folder}: {error.strerror}") from error
+    # Nobody else may hold it now, and the other parts of this run may from here on.
+    lock = _hold(folder, alone=True)
     # A manifest without responses is what a run left that failed before its first.
     if (folder / MANIFEST_NAME).exists() and _shards(folder):
         _refuse_other_manifest(folder, read_manifest(folder), manifest)
-        return
-    text = json.dumps(manifest.to_json(), indent=2, sort_keys=True) + "\n"
-    write_atomic(folder / MANIFEST_NAME, text)
+    else:
+        text = json.dumps(manifest.to_json(), indent=2, sort_keys=True) + "\n"
+        write_atomic(folder / MANIFEST_NAME, text)
+    return lock
+
+
+def _hold(folder: Path, alone: bool = False) -> IO[str]:
+    """The lock of a folder, held together with others until it is closed or the process ends.
+
+    Args:
+        alone: nobody else may hold it at this moment.
+    """
+    try:
+        lock = (folder / _LOCK_NAME).open("a+")
+    except OSError as error:
+        raise D3DError(f"cannot write {folder / _LOCK_NAME}: {error.strerror}") from error
+    try:
+        if alone:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise D3DError(
+            f"another run is adding to {folder}; wait for its end or use another folder"
+        ) from None
+    except OSError:
+        pass  # a file system without locks; even there no shard is written over another
+    return lock
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -234,12 +273,14 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def read_responses(folder: str | Path) -> Iterator[Response]:
-    """Yields the responses of a folder, in the order they were written.
+    """Yields the responses of a folder, in the order they were written; a copy of one is dropped.
 
     Raises:
-        D3DError: no manifest, or a damaged line (named by file and line number).
+        D3DError: no manifest, a damaged line (named by file and line number), or a second answer
+            to one prompt.
     """
     vocab_size = read_manifest(folder).vocab_size
+    seen: dict[int, tuple[int, Path]] = {}
     for shard in _shards(Path(folder)):
         for number, record in json_lines(shard):
             try:
@@ -248,7 +289,18 @@ def read_responses(folder: str | Path) -> Iterator[Response]:
                 response.check(vocab_size)
             except ValueError as error:
                 raise D3DError(f"{shard}, line {number}: {error}") from error
-            yield response
+            # Not the response itself, which would hold the whole set in memory.
+            tokens = map(tuple, (response.prompt_ids, response.response_ids))
+            content = hash((*tokens, response.finish_reason, response.split))
+            if response.index not in seen:
+                seen[response.index] = content, shard
+                yield response
+            elif seen[response.index][0] != content:
+                raise D3DError(
+                    f"{shard}, line {number}: response {response.index} is another one in "
+                    f"{seen[response.index][1].name}; delete one of the two files and give the "
+                    "command again"
+                )
 
 
 def default_split(index: int) -> str:
@@ -259,7 +311,7 @@ def default_split(index: int) -> str:
 
 def write_atomic(path: Path, text: str) -> None:
     """Writes a file so that it is seen whole or not at all. Raises D3DError when it cannot."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = _temporary(path)
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -271,6 +323,26 @@ def write_atomic(path: Path, text: str) -> None:
         raise D3DError(f"cannot write {path}: {error.strerror}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _write_new(path: Path, text: str) -> bool:
+    """`write_atomic`, unless the name is taken or being written by another: then False."""
+    claim = _temporary(path)
+    try:
+        claim.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise D3DError(f"cannot write {path}: {error.strerror}") from error
+    if path.exists():
+        claim.unlink()
+        return False
+    write_atomic(path, text)
+    return True
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
 
 
 def _check_fields(cls: type, record: object) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,15 +28,23 @@ from d3d_jax.commands.runtime import (
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.loading import model_name
 from d3d_jax.infer.model import ModelFiles, open_model
-from d3d_jax.processes import first_does, is_first, meet
+from d3d_jax.processes import first_does, is_first, meet, refuse_different, refuse_lost
 from d3d_jax.sampling import SamplingParams
-from d3d_jax.train.dataset import build_dataset, open_dataset
+from d3d_jax.train.dataset import ResponseDataset, build_dataset, open_dataset
 from d3d_jax.train.imports import import_responses
 from d3d_jax.train.prompts import Prompt, PromptSource, file_name, open_prompts
 from d3d_jax.train.respond import Asked, respond
-from d3d_jax.train.responses import Manifest, ResponseWriter, prepare_folder, read_responses
+from d3d_jax.train.responses import (
+    SPLITS,
+    Manifest,
+    ResponseWriter,
+    read_manifest,
+    read_responses,
+)
 
 DATASET = "dataset"
+# How often a process asks after the others, in seconds: it is a message over the network.
+_ASK_EVERY = 1.0
 _SAVED = "every answer so far is saved: the same command continues"
 
 
@@ -44,13 +54,14 @@ def run(options: Respond) -> None:
         _build(_import(options))
         return
     out = make_responses(options)
-    meet("answered")
-    try:
+    if not options.processes.several:
+        _build(out)
+        return
+    with sigterm_noted(_SAVED) as look:
         if is_first():
             _build(out)
-    finally:
         # JAX ends all processes where one has left long before another.
-        meet("built")
+        meet("built", look)
 
 
 def make_responses(options: Respond) -> Path:
@@ -65,6 +76,7 @@ def make_responses(options: Respond) -> Path:
       D3DError: bad prompts, another run's folder, a chat template that cannot switch thinking, or
         sampling out of range.
       StoppedError: SIGTERM; what is answered is saved.
+      LostProcessError: another process has ended early; the same holds.
     """
     assert options.prompts is not None
     sampling = sampling_params(options.sampling, options.max_new_tokens)
@@ -84,23 +96,28 @@ def make_responses(options: Respond) -> Path:
         sampling=_described(sampling),
         system=options.system,
     )
-    first_does(lambda: prepare_folder(out, manifest), f"cannot use the folder {out}")
+    refuse_different(repr((manifest, options.limit, options.column, options.max_prompt_tokens)))
     part, parts = jax.process_index(), jax.process_count()
-    writer = ResponseWriter(out, manifest, part=part, parts=parts)
+    opened = functools.partial(ResponseWriter, out, manifest, part=part, parts=parts)
+    writer = first_does(opened, f"cannot use the folder {out}") or opened()
     questions = _Questions(files, source, options, writer.done)
+    target = None
     if missing := questions.missing:
         with busy(f"loading {options.target}"):
             target = files.load(mesh).target
-        title = "responses" if parts == 1 else f"responses, process {part + 1} of {parts}"
-        with Bar(title, questions.total) as bar, sigterm_noted(_SAVED) as look:
-            respond(
-                target,
-                questions.ask(),
-                writer,
-                batch=min(options.batch, missing),
-                sampling=sampling,
-                progress=_Progress(bar, questions, writer, look),
-            )
+    title = "responses" if parts == 1 else f"responses, process {part + 1} of {parts}"
+    with sigterm_noted(_SAVED) as look:
+        if target is not None:
+            with Bar(title, questions.total) as bar:
+                respond(
+                    target,
+                    questions.ask(),
+                    writer,
+                    batch=min(options.batch, missing),
+                    sampling=sampling,
+                    progress=_Progress(bar, questions, writer, look),
+                )
+        meet("answered", look)
     questions.report()
     return out
 
@@ -168,9 +185,13 @@ class _Progress:
         self.bar, self.questions, self.writer, self.look = bar, questions, writer, look
         self.before = len(writer.done) - (questions.total - questions.missing)
         self.tokens, self.began = 0, time.perf_counter()
+        self.asked = self.began
 
     def __call__(self, tokens: int) -> None:
         self.look()
+        if time.perf_counter() - self.asked > _ASK_EVERY:
+            refuse_lost()
+            self.asked = time.perf_counter()
         self.tokens += tokens
         if not is_first():
             return  # the others' parts take as long
@@ -203,26 +224,41 @@ def _import(options: Respond) -> Path:
 
 def _build(responses: Path) -> None:
     dataset = ensure_dataset(responses)
-    train, validation = (_count(dataset, split) for split in ("train", "validation"))
+    held = {one.split: len(one) for one in _splits(dataset)}
+    train, validation = (held.get(split, 0) for split in SPLITS)
     note(f"{dataset}: {train} responses to train on, {validation} held out")
 
 
 def ensure_dataset(responses: Path) -> Path:
     """The dataset of a folder of responses; built unless one of exactly these is there."""
     out = responses / DATASET
-    if out.exists():
-        held = sum(1 for _ in read_responses(responses))
-        if sum(_count(out, split) for split in ("train", "validation")) == held:
-            return out
+    if out.exists() and _is_of(out, responses):
+        return out
     with busy("building the dataset"):
         return build_dataset(responses, out, overwrite=out.exists())
 
 
-def _count(dataset: Path, split: str) -> int:
-    try:
-        return len(open_dataset(dataset, split))
-    except D3DError:
-        return 0  # it has no such split
+def _is_of(dataset: Path, responses: Path) -> bool:
+    """Whether a dataset holds these responses and no others, by all but their tokens."""
+    manifest, found = read_manifest(responses), set()
+    for one in _splits(dataset):
+        if one.manifest != manifest:
+            return False
+        columns = (one.indices, one.lengths.prompt, one.lengths.total)
+        found.update((one.split, *row) for row in np.stack(columns, axis=1).tolist())
+    return found == {
+        (r.split, r.index, len(r.prompt_ids), len(r.prompt_ids) + len(r.response_ids))
+        for r in read_responses(responses)
+    }
+
+
+def _splits(dataset: Path) -> list[ResponseDataset]:
+    """Those splits of a dataset that are there and not damaged."""
+    found = []
+    for split in SPLITS:
+        with contextlib.suppress(D3DError):
+            found.append(open_dataset(dataset, split))
+    return found
 
 
 def _manifest(files: ModelFiles, prompts: str, options: Respond) -> Manifest:

@@ -177,8 +177,12 @@ def test_empty_and_repeated_responses_are_refused(tmp_path: Path, responses: Pat
     with pytest.raises(D3DError, match="holds no responses yet"):
         build_dataset(tmp_path / "empty", tmp_path / "out")
     shard = responses / "responses" / "part-00000.jsonl"
-    shard.with_name("part-00099.jsonl").write_bytes(shard.read_bytes())
-    with pytest.raises(D3DError, match="holds response 0 twice"):
+    other = shard.with_name("part-00099.jsonl")
+    other.write_text(
+        shard.read_text().replace('"finish_reason":"stop"', '"finish_reason":"length"')
+    )
+    said = "part-00099.jsonl, line 1: response 0 is another one in part-00000.jsonl; delete one"
+    with pytest.raises(D3DError, match=said):
         build_dataset(responses, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

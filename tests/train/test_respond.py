@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import shutil
 
 import jax
 import pytest
 
+from d3d_jax.commands.respond import ensure_dataset
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.target import Target
 from d3d_jax.models import decoder
@@ -16,6 +18,7 @@ from d3d_jax.models.sharding import make_mesh
 from d3d_jax.sampling import SamplingParams
 from d3d_jax.train import respond as respond_module
 from d3d_jax.train import responses
+from d3d_jax.train.dataset import open_dataset
 from d3d_jax.train.respond import Asked, prompt_seed, respond
 from d3d_jax.train.responses import ResponseWriter, read_responses
 from tests.infer.test_decoding import models
@@ -138,3 +141,25 @@ def test_a_full_disk_ends_the_run_and_what_was_written_stays(tmp_path, monkeypat
     kept = list(read_responses(tmp_path / "full"))
     assert len(kept) == 3, "the manifest, and a response a shard"
     assert answers(tmp_path / "full") == answers(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("change", ["another seed", "other indices", "other lengths", "nothing"])
+def test_a_dataset_of_other_responses_is_built_again(tmp_path, change):
+    manifest = dataclasses.replace(MANIFEST, sampling={"greedy": False, "seed": 1})
+
+    def write(manifest, indices, tokens):
+        with ResponseWriter(tmp_path, manifest) as writer:
+            for index in indices:
+                writer.add(index, [1, 2], tokens, "stop", "train")
+
+    write(manifest, range(3), [5, 2])
+    dataset = ensure_dataset(tmp_path)
+    made = (dataset / "lengths.npz").stat().st_mtime_ns
+    shutil.rmtree(tmp_path / "responses")
+    if change == "another seed":
+        manifest = dataclasses.replace(manifest, sampling={"greedy": False, "seed": 2})
+    indices = range(1, 4) if change == "other indices" else range(3)
+    write(manifest, indices, [5, 6, 2] if change == "other lengths" else [5, 2])
+    assert ensure_dataset(tmp_path) == dataset
+    assert open_dataset(dataset, "train").manifest == manifest
+    assert (made == (dataset / "lengths.npz").stat().st_mtime_ns) == (change == "nothing")

@@ -16,6 +16,7 @@ import jax
 import pytest
 
 from d3d_jax import cli
+from d3d_jax.errors import D3DError
 from d3d_jax.train import responses
 from d3d_jax.train.dataset import open_dataset
 from d3d_jax.train.responses import read_responses
@@ -27,9 +28,14 @@ PROMPTS = 60
 
 
 class Run:
-    """Processes that answer into one folder, of which any that is left is killed in the end."""
+    """Processes that answer into one folder, of which any that is left is killed in the end.
 
-    def __init__(self, folder, out, count=1):
+    Args:
+      extra: more options of each process.
+      seconds: how long an answer of each takes; "fail" fails at the third.
+    """
+
+    def __init__(self, folder, out, count=1, *, extra=None, seconds=None):
         command = [sys.executable, "-m", "tests.train.test_respond_processes", "respond"]
         command += ["--target", str(folder / "target"), "--prompts", str(folder / "prompts.jsonl")]
         command += ["--temperature", "1.5", "--batch", "3", "--max-new-tokens", "24"]
@@ -37,10 +43,12 @@ class Run:
         command += ["--out", str(self.out)]
         meet = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(count)]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "D3D_CACHE": str(folder / "cache")}
-        self.logs = [folder / f"{out} {i} of {count}.log" for i in range(count)]
+        self.logs = [folder / f"{out} {i} of {count} {time.time()}.log" for i in range(count)]
         self.children = []
         for index, log in enumerate(self.logs):
             several = [*meet, "--process-id", str(index)] if count > 1 else []
+            several += extra[index] if extra else []
+            environment["SECONDS"] = str(seconds[index]) if seconds else "0.1"
             with log.open("w") as said:
                 self.children.append(
                     subprocess.Popen(
@@ -141,6 +149,46 @@ def test_sigterm_saves_and_says_so(folder, count):
     assert answers(folder / out) == answers(folder / "alone")
 
 
+def test_another_run_in_the_same_folder_is_refused(folder):
+    with Run(folder, "taken", 2, seconds=[1, 1]) as both:
+        both.wait_for_shards(1, 2)
+        with Run(folder, "taken") as other:
+            assert other.wait() == [2], other.said()
+            assert "another run is adding to" in other.said()
+
+
+def test_sigterm_to_one_that_waits_and_one_that_works(folder):
+    with Run(folder, "waits", 2, seconds=[0.5, 0]) as both:
+        both.wait_for_shards(0, 2)
+        end = time.monotonic() + 60
+        while len(both.shards(1, 2)) < PROMPTS // 2 and time.monotonic() < end:
+            time.sleep(0.1)
+        for one in both.children:
+            one.send_signal(signal.SIGTERM)
+        assert both.wait() == [143, 143], both.said()
+        assert both.said().count("stopped by SIGTERM") == 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_failure_of_one_ends_the_other_in_good_order(folder, failing):
+    seconds = ["fail", 0.3] if failing == 0 else [0.3, "fail"]
+    began = time.monotonic()
+    with Run(folder, f"fails {failing}", 2, seconds=seconds) as both:
+        assert both.wait() == [2, 2], both.said()
+    assert time.monotonic() - began < 50, "neither waits for JAX's own barrier"
+    said = [log.read_text() for log in both.logs]
+    assert "error: enough" in said[failing]
+    assert "another process of this run has ended early" in said[1 - failing]
+    assert "Traceback" not in both.said() and "Check failure" not in both.said()
+
+
+def test_processes_that_were_asked_different_things_are_refused(folder):
+    with Run(folder, "differ", 2, extra=[["--limit", "8"], ["--limit", "9"]]) as both:
+        assert both.wait() == [2, 2], both.said()
+    assert both.said().count("have different options, prompts or targets") == 2
+    assert not (folder / "differ").exists()
+
+
 if __name__ == "__main__":
     # Slow enough to be interrupted; the death of another is noticed sooner.
     responses._FLUSH_SECONDS = 0.0
@@ -149,8 +197,14 @@ if __name__ == "__main__":
     )
     add = responses.ResponseWriter.add
 
+    seconds, added = os.environ["SECONDS"], []
+
     def slow_add(*arguments, **named):
-        time.sleep(0.1)
+        added.append(1)
+        if seconds != "fail":
+            time.sleep(float(seconds))
+        elif len(added) == 3:
+            raise D3DError("enough")
         add(*arguments, **named)
 
     responses.ResponseWriter.add = slow_add

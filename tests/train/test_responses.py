@@ -40,7 +40,7 @@ def fill(folder: Path, indices: range, shard_size: int = 4, manifest: Manifest =
 
 
 def shards(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "responses").iterdir())
+    return sorted(path.name for path in (folder / "responses").glob("[!.]*"))
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -257,6 +257,8 @@ def test_parts_write_at_once_and_another_number_of_them_continues(tmp_path: Path
                 writers[part].flush()
                 written.append(str(len(written)))
                 assert len(shards(tmp_path)) == len(written), "no shard was written over"
+        for writer in writers:
+            writer.__exit__()
     found = [response.index for response in read_responses(tmp_path)]
     assert sorted(found) == list(range(len(written)))
 
@@ -269,3 +271,41 @@ def test_a_part_is_refused_another_manifest_though_nothing_is_written_yet(tmp_pa
     with pytest.raises(D3DError, match="max_new_tokens = 8, not 9"):
         ResponseWriter(tmp_path, other, part=1, parts=2)
     assert read_manifest(tmp_path) == MANIFEST
+
+
+def test_a_folder_takes_one_run_at_a_time(tmp_path: Path) -> None:
+    with ResponseWriter(tmp_path, MANIFEST, parts=2):
+        with pytest.raises(D3DError, match=r"another run is adding to .*; wait for its end"):
+            ResponseWriter(tmp_path, MANIFEST)
+        second = ResponseWriter(tmp_path, MANIFEST, part=1, parts=2)
+    # The first is gone, and the rest of its run still adds.
+    with pytest.raises(D3DError, match="another run is adding to"):
+        ResponseWriter(tmp_path, MANIFEST)
+    second.__exit__()
+    fill(tmp_path, range(2))
+
+
+def test_no_shard_is_written_over_even_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(file: Any, operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(responses.fcntl, "flock", unsupported)
+    first, second = (ResponseWriter(tmp_path, MANIFEST) for _ in range(2))
+    for index, writer in enumerate((first, second, second, first)):
+        writer.add(index, [1], [2], "stop", "train")
+        writer.flush()
+    assert [response.index for response in read_responses(tmp_path)] == [0, 1, 2, 3]
+    # A shard that is still being written has its number already.
+    (tmp_path / "responses/.part-00004.jsonl.tmp").touch()
+    fill(tmp_path, range(5))
+    assert shards(tmp_path)[-1] == "part-00005.jsonl"
+
+
+def test_a_copy_of_a_response_is_dropped(tmp_path: Path) -> None:
+    """An interrupt at the end of a flush leaves one."""
+    fill(tmp_path, range(4))
+    shard = tmp_path / "responses/part-00000.jsonl"
+    shard.with_name("part-00001.jsonl").write_bytes(shard.read_bytes())
+    assert [response.index for response in read_responses(tmp_path)] == list(range(4))
