@@ -201,7 +201,7 @@ def test_imported_responses_become_a_dataset(models, tmp_path, capsys):
     records = [{"prompt_ids": [5, 6], "response_ids": [7, 8, 2]} for _ in range(10)]
     file = tmp_path / "made.jsonl"
     file.write_text("\n".join(map(json.dumps, records)))
-    args = ["--target", str(models / "target"), "--import-from", str(file)]
+    args = ["--target", str(models / "target"), "--import-from", str(file), "--greedy"]
     assert cli.main(["respond", *args, "--out", str(tmp_path / "out")]) == 0
     assert "9 responses to train on, 1 held out" in " ".join(capsys.readouterr().err.split())
 
@@ -239,10 +239,20 @@ BAD_RESPOND = {
     "no prompts": ([], "give either --prompts or --import-from"),
     "no such file": (["--prompts", "nonesuch.jsonl"], "cannot read nonesuch.jsonl"),
     "too hot": (["--prompts", "x", "--temperature", "101"], "temperature must be a number"),
-    "no nucleus": (["--prompts", "x", "--top-p", "0"], "top_p must be a number above 0"),
+    "no nucleus": (
+        ["--prompts", "x", "--temperature", "1", "--top-p", "0"],
+        "top_p must be a number above 0",
+    ),
+    "drawn without heat": (["--prompts", "x", "--seed", "7"], "give a --temperature above 0"),
     "none wanted": (["--prompts", "x", "--limit", "0"], "--limit must be at least 1"),
     "sampled prompts": (["--prompts", "x", "--sampled"], "describe imported responses"),
-    "drawn imports": (["--import-from", "x", "--seed", "1"], "go with --prompts"),
+    "imports of either kind": (["--import-from", "x"], "--greedy, or --sampled"),
+    "drawn imports": (["--import-from", "x", "--sampled", "--seed", "1"], "go with --prompts"),
+    "batched imports": (["--import-from", "x", "--greedy", "--batch", "2"], "go with --prompts"),
+    "placed imports": (
+        ["--import-from", "x", "--greedy", "--target-devices", "1"],
+        "go with --prompts",
+    ),
     "half a meeting": (["--prompts", "x", "--process-id", "1"], "go together"),
 }
 

@@ -152,6 +152,7 @@ def test_imported_responses_say_whether_the_target_thought(models, tmp_path, cap
         '{"role": "assistant", "content": "the"}]}'
     )
     args = ["respond", "--import-from", str(tmp_path / "made.jsonl"), "--thinking", "on"]
+    args += ["--greedy"]
     out = ["--target", str(models / "target"), "--out", str(tmp_path / "out")]
     assert cli.main([*args, *out]) == 0
     (response,) = read_responses(tmp_path / "out")

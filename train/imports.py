@@ -25,12 +25,18 @@ from typing import Any, NamedTuple
 
 from d3d_jax.errors import D3DError
 from d3d_jax.models.tokenizer import Tokenizer
+from d3d_jax.train.import_lines import (
+    Reply,
+    conversation_of,
+    form_of,
+    prompt_messages,
+    read_requests,
+    reply_of,
+)
 from d3d_jax.train.jsonl import json_lines
-from d3d_jax.train.prompts import messages_of
 from d3d_jax.train.responses import Manifest, Response, ResponseWriter, default_split
 
 _PROMPT_IDS = ("prompt_ids", "prompt_token_ids", "input_ids")
-_CONVERSATIONS = ("messages", "conversations")
 
 
 class Imported(NamedTuple):
@@ -38,14 +44,6 @@ class Imported(NamedTuple):
 
     responses: int
     failed: int
-
-
-class _Reply(NamedTuple):
-    """A reply as token ids or text; `stopped` None: its last token tells."""
-
-    ids: Any = None
-    text: Any = None
-    stopped: bool | None = None
 
 
 def import_responses(
@@ -60,23 +58,25 @@ def import_responses(
     """Copies responses made elsewhere into a responses folder.
 
     The index of a response is its line, counted from 0 (an "index" in the file counts within its
-    task and is not kept). Without "split", `default_split` decides. A response that does not end
-    with a stop token counts as cut by length. Calling again resumes: lines that are present are
-    skipped.
+    task and is not kept). Without "split", `default_split` decides. A response ends at its first
+    stop token; one without counts as cut by length. Calling again resumes: lines that are present
+    are skipped.
 
     Args:
+      manifest: its `max_new_tokens` becomes that of the longest response.
       tokenizer: of the target; None: lines must hold token ids.
       requests: the request file of a batch output.
 
     Raises:
-      D3DError: a damaged line (named by file and line number), one whose reasoning was taken out of
-        its text, or another manifest in `folder`.
+      D3DError: a damaged line (named by file and line number), one whose text or prompt is not all
+        there, one that was asked otherwise than the manifest says, or another manifest in `folder`.
     """
     reader = _Reader(Path(path), manifest, tokenizer, requests and Path(requests))
     # A first pass only checks, so that a damaged file leaves no folder of its good half.
     count = sum(1 for _ in reader.read())
     if not count:
         raise D3DError(f"{path} holds no responses")
+    manifest = dataclasses.replace(manifest, max_new_tokens=reader.longest)
     if reader.encoded:
         manifest = dataclasses.replace(manifest, prompts=f"{manifest.prompts}, encoded from text")
     failed = reader.failed
@@ -91,82 +91,110 @@ class _Reader:
     """Reads one file.
 
     Attributes:
-      encoded, failed: lines so far that were encoded from text, and that tell of a failure.
+      encoded, failed: texts so far that were encoded, and lines that tell of a failure.
+      longest: the most tokens of a response so far.
     """
 
     def __init__(
         self, path: Path, manifest: Manifest, tokenizer: Tokenizer | None, requests: Path | None
     ) -> None:
         self._path, self._manifest, self._tokenizer = path, manifest, tokenizer
-        self._asked = {} if requests is None else _requests(requests)
+        self._asked = {} if requests is None else read_requests(requests)
         self._end: int | None = None
-        self.encoded = self.failed = 0
+        self.encoded = self.failed = self.longest = 0
 
     def read(self) -> Iterator[Response]:
         for number, record in json_lines(self._path):
             try:
-                if _has_failed(record):
+                reply = reply_of(record)
+                if reply is None:
                     self.failed += 1
                     continue
-                response = self._response(number - 1, record)
+                response = self._response(number - 1, record, reply)
                 response.check(self._manifest.vocab_size)
             except (ValueError, D3DError) as error:
                 raise D3DError(f"{self._path}, line {number}: {error}") from error
-            stopped = response.response_ids[-1] in self._manifest.stop_ids
-            yield dataclasses.replace(response, finish_reason="stop") if stopped else response
+            self.longest = max(self.longest, len(response.response_ids))
+            yield response
 
-    def _response(self, index: int, record: Mapping[str, Any]) -> Response:
-        reply = _reply(record)
+    def _response(self, index: int, record: Mapping[str, Any], reply: Reply) -> Response:
         ids = self._encode(reply.text) if reply.ids is None else reply.ids
-        stops = self._manifest.stop_ids
-        # vLLM leaves the stop token out of the text, and some servers out of the ids.
-        if reply.stopped and isinstance(ids, list) and (not ids or ids[-1] not in stops):
-            ids = [*ids, self._end_of_turn()]
+        if isinstance(ids, list):
+            ids = self._ended(ids, reply)
+        stopped = isinstance(ids, list) and ids[-1:] and ids[-1] in self._manifest.stop_ids
+        split, task = record.get("split"), record.get("task")
         return Response(
             index=index,
             prompt_ids=self._prompt_ids(record),
             response_ids=ids,
-            finish_reason="length",
-            split=record.get("split", default_split(index)),
-            task=record.get("task", ""),
+            finish_reason="stop" if stopped else "length",
+            split=default_split(index) if split is None else split,
+            task="" if task is None else task,
         )
 
+    def _ended(self, ids: list[Any], reply: Reply) -> list[Any]:
+        """The tokens up to the first stop token, which is put there where the server left it out.
+
+        vLLM leaves it out of the text, and some servers out of the ids. Behind it stands what was
+        decoded with ignore_eos, or the rest of the template's end of turn.
+        """
+        stops = self._manifest.stop_ids
+        if found := [ids.index(stop) for stop in stops if stop in ids]:
+            return ids[: min(found) + 1]
+        if reply.reason != "stop":
+            return ids
+        if reply.matched is None:
+            return [*ids, self._end_of_turn()]
+        # What else stopped it, a text or a token of the request, is as a limit to the target.
+        by_token = type(reply.matched) is int and reply.matched in stops
+        return [*ids, reply.matched] if by_token else ids
+
     def _prompt_ids(self, record: Mapping[str, Any]) -> Any:
-        conversation = next((record[k] for k in _CONVERSATIONS if k in record), None)
-        if "custom_id" in record:
-            record = self._request(record["custom_id"])
-            conversation = record.get("messages")
-        elif conversation is not None and _form(record) == "conversation":
-            conversation = conversation[:-1]
+        form = form_of(record)
+        asked = self._request(record["custom_id"]) if form == "batch" else record
         for name in _PROMPT_IDS:
-            if record.get(name) is not None:
-                return record[name]
-        prompt = record.get("prompt")
+            if asked.get(name) is not None:
+                return asked[name]
+        conversation, prompt = conversation_of(asked), asked.get("prompt")
         if conversation is None and isinstance(prompt, str):
-            return self._encode(prompt)
-        if conversation is None and not isinstance(prompt, list):
-            raise ValueError("its prompt is missing: prompt_ids, messages, or the text of a prompt")
-        messages = messages_of(prompt if conversation is None else conversation)
-        return self._codec().chat(messages, thinking=self._manifest.thinking)
+            return self._encode(prompt, prompt=True)
+        if conversation is None:
+            if not isinstance(prompt, list):
+                raise ValueError(
+                    "its prompt is missing: prompt_ids, messages, or the text of a prompt"
+                )
+            conversation = prompt
+        elif form == "conversation":
+            conversation = conversation[:-1]
+        thinking = self._manifest.thinking
+        messages = prompt_messages(asked, conversation, thinking)
+        return self._codec().chat(messages, thinking=thinking)
 
     def _request(self, custom_id: Any) -> Mapping[str, Any]:
-        if custom_id not in self._asked:
+        body = self._asked.get(custom_id) if isinstance(custom_id, str) else None
+        if body is None:
             raise ValueError(f"{custom_id!r} is not in the file of its requests: see --requests")
-        body = self._asked[custom_id]
-        options = body.get("chat_template_kwargs") or {}
-        thinking = options.get("enable_thinking", self._manifest.thinking)
-        if thinking != self._manifest.thinking:
+        temperature, greedy = body.get("temperature"), self._manifest.sampling.get("greedy")
+        if temperature is not None and (temperature == 0) != greedy:
             raise ValueError(
-                f"it was asked with enable_thinking {thinking}: give --thinking "
-                f"{'on' if thinking else 'off'}"
+                f"it was asked with temperature {temperature}: give "
+                f"{'--greedy' if temperature == 0 else '--sampled'}"
             )
         return body
 
-    def _encode(self, text: Any) -> list[int]:
+    def _encode(self, text: Any, prompt: bool = False) -> list[int]:
         if not isinstance(text, str):
             raise ValueError("it holds no reply, neither as token ids nor as text")
         self.encoded += 1
-        return self._codec().encode(text, add_special_tokens=False)
+        codec = self._codec()
+        ids = codec.encode(text, add_special_tokens=False)
+        # Servers differ in whether they put these before a text, and a rendered one may have them.
+        if prompt and ids != codec.encode(text):
+            raise ValueError(
+                "its prompt is a text, to which this tokenizer may add tokens; import the token "
+                "ids of its prompt"
+            )
+        return ids
 
     def _codec(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -185,92 +213,3 @@ class _Reader:
                 said = self._tokenizer.chat(turns, add_generation_prompt=False)
             self._end = next((i for i in reversed(said) if i in stops), stops[0])
         return self._end
-
-
-def _form(record: Mapping[str, Any]) -> str:
-    """Which of the forms a line has.
-
-    Raises:
-      ValueError: none of them.
-    """
-    if "response_ids" in record:
-        return "ids"
-    if "custom_id" in record:
-        return "batch"
-    if "outputs" in record:
-        return "vllm"
-    if "meta_info" in record or "output_ids" in record:
-        return "sglang"
-    if any(name in record for name in _CONVERSATIONS):
-        return "conversation"
-    raise ValueError(
-        "the field 'response_ids' is missing, and it is no conversation and no output of vLLM, "
-        "SGLang or a batch either"
-    )
-
-
-def _reply(record: Mapping[str, Any]) -> _Reply:
-    """The reply of a line.
-
-    Raises:
-      ValueError: it has none of the known forms, several replies, or reasoning beside its text.
-    """
-    form = _form(record)
-    if form == "ids":
-        return _Reply(record["response_ids"])
-    if form == "sglang":
-        reason = (record.get("meta_info") or {}).get("finish_reason")
-        found = reason if isinstance(reason, Mapping) else {"type": reason}
-        stopped = _stopped(found.get("type"), found.get("matched"))
-        return _Reply(record.get("output_ids"), record.get("text"), stopped)
-    if form == "conversation":
-        messages = next(record[name] for name in _CONVERSATIONS if name in record)
-        roles = [message["role"] for message in messages_of(messages)]
-        if len(roles) < 2 or roles[-1] != "assistant":
-            raise ValueError("its last message is not the assistant's reply to another")
-        _refuse_reasoning(messages[-1])
-        text = messages_of(messages)[-1]["content"]
-        return _Reply(None, text, _stopped(record.get("finish_reason", "stop"), None))
-    several = record["outputs"] if form == "vllm" else record["response"]["body"].get("choices")
-    if not isinstance(several, list) or len(several) != 1:
-        raise ValueError("a line must hold one reply, not several or none")
-    one = several[0]
-    stopped = _stopped(one.get("finish_reason"), one.get("stop_reason"))
-    message = one.get("message") or {}
-    _refuse_reasoning(message)
-    return _Reply(one.get("token_ids"), message.get("content", one.get("text")), stopped)
-
-
-def _stopped(reason: Any, matched: Any) -> bool:
-    """Whether a stop token ended a reply, rather than a limit, an abort or a stop string."""
-    return reason == "stop" and not isinstance(matched, str)
-
-
-def _refuse_reasoning(message: Mapping[str, Any]) -> None:
-    for name in ("reasoning_content", "reasoning"):
-        if message.get(name):
-            raise ValueError(
-                f"its {name} was taken out of the text that the target wrote; serve without a "
-                "reasoning parser"
-            )
-
-
-def _has_failed(record: Mapping[str, Any]) -> bool:
-    """Whether a line of a batch output tells of a request that failed."""
-    if "custom_id" not in record:
-        return False
-    response = record.get("response")
-    if record.get("error") or not isinstance(response, Mapping):
-        return True
-    return response.get("status_code", 200) != 200 or not isinstance(response.get("body"), Mapping)
-
-
-def _requests(path: Path) -> dict[Any, Mapping[str, Any]]:
-    """The bodies of a file of batch requests, by custom_id."""
-    bodies = {}
-    for number, record in json_lines(path):
-        body = record.get("body")
-        if "custom_id" not in record or not isinstance(body, Mapping):
-            raise D3DError(f"{path}, line {number}: not a request with custom_id and body")
-        bodies[record["custom_id"]] = body
-    return bodies

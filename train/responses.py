@@ -38,7 +38,8 @@ _FLUSH_SECONDS = 30.0
 class Manifest:
     """What a set of responses is: equal manifests mean responses that may be mixed.
 
-    `max_new_tokens` counts response tokens, the stop token included. `sampling` is
+    `max_new_tokens` counts response tokens, the stop token included; of imported responses it is
+    the length of the longest. `sampling` is
     `{"greedy": True}`, or names the temperature, filters and seed. `prompts` names the source.
     `thinking` is what the chat template was told (None: nothing), `system` the system message
     that was put before each prompt.

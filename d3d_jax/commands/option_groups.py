@@ -62,7 +62,7 @@ class TargetPlacement:
     """Which devices hold the target.
 
     Attributes:
-      target_devices: Devices of the target, as indices of jax.devices().
+      target_devices: Devices of the target, as indices of this process's own.
       target_tp: Over how many of them the target is split (tensor parallel); the rest take parts of
         the batch.
     """
@@ -90,7 +90,7 @@ class Placement(TargetPlacement):
     """Which devices hold the models.
 
     Attributes:
-      target_devices: Devices of the target, as indices of jax.devices().
+      target_devices: Devices of the target, as indices of this process's own.
       target_tp: Over how many of them the target is split (tensor parallel); the rest take parts of
         the batch.
       drafter_devices: Devices of the drafter, which is split over them.

@@ -209,9 +209,11 @@ def _import(options: Respond) -> Path:
         # A template that has no such switch is refused, also where no text is to be rendered.
         prompt_ids(files, Prompt("a"), thinking=thinking_switch(options.thinking))
     out = options.out or Path(f"{file.name.split('.')[0]}-responses")
+    source = f"imported from {file_name(file)}"
+    if options.requests is not None:
+        source += f", asked by {file_name(options.requests)}"
     manifest = dataclasses.replace(
-        _manifest(files, f"imported from {file_name(file)}", options),
-        sampling={"greedy": not options.sampled},
+        _manifest(files, source, options), sampling={"greedy": options.greedy}
     )
     with busy(f"importing {file}"):
         imported = import_responses(

@@ -42,14 +42,16 @@ class Respond:
       system: System message put before prompts that have none.
       thinking: Whether the target thinks before it answers; its chat template must be able to
         switch that. Of imported responses: whether it did.
-      sampled: The responses to import were sampled. What is measured on such ones, as on those of
-        --temperature, is of decoding that samples.
+      greedy: The responses to import were made by taking the likeliest token each time.
+      sampled: They were sampled, as servers do unless told otherwise. What is measured on such
+        ones, as on those of --temperature, is of decoding that samples.
       out: Folder for the responses and, in dataset/, the dataset.
       max_new_tokens: Longest response, the stop token included.
       batch: Prompts decoded together, by each process.
       sampling: How tokens are chosen.
       placement: Which devices hold the target, of each process's own.
       processes: Whether this is one of several processes that answer a part of the prompts each.
+        Several on one host with GPUs need a CUDA_VISIBLE_DEVICES of their own each.
     """
 
     target: Annotated[str, arg("MODEL")]
@@ -61,6 +63,7 @@ class Respond:
     requests: Annotated[Path | None, arg("FILE", "none")] = None
     system: System = None
     thinking: Thinking = None
+    greedy: bool = False
     sampled: bool = False
     out: Annotated[Path | None, arg("DIR", "named after the prompts")] = None
     max_new_tokens: int = 192
@@ -74,14 +77,38 @@ class Respond:
         at_least(1, max_prompt_tokens=self.max_prompt_tokens)
         if (self.prompts is None) == (self.import_from is None):
             raise D3DError("give either --prompts or --import-from")
-        if self.import_from is None and (self.sampled or self.requests is not None):
-            raise D3DError("--sampled and --requests describe imported responses: --import-from")
-        if self.import_from is not None and (
-            (self.system, self.column, self.limit, self.max_prompt_tokens) != (None,) * 4
+        if self.import_from is None:
+            self._check_asking()
+        else:
+            self._check_importing()
+
+    def _check_asking(self) -> None:
+        if self.sampled or self.greedy or self.requests is not None:
+            raise D3DError(
+                "--greedy, --sampled and --requests describe imported responses: --import-from"
+            )
+        if self.sampling.temperature == 0 and self.sampling != TokenChoice():
+            raise D3DError(
+                "--top-k, --top-p, --min-p and --seed are for drawn tokens: give a --temperature "
+                "above 0"
+            )
+
+    def _check_importing(self) -> None:
+        if self.sampled == self.greedy:
+            raise D3DError(
+                "say how the tokens to import were chosen: --greedy, or --sampled, as servers do "
+                "unless told otherwise"
+            )
+        names = ("system", "column", "limit", "max_prompt_tokens", "max_new_tokens", "batch")
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        if (
+            any(getattr(self, name) != defaults[name] for name in names)
             or self.sampling != TokenChoice()
+            or self.placement != TargetPlacement()
             or self.processes.several
         ):
             raise D3DError(
-                "--import-from takes responses as they are: --system, --column, --limit, sampling "
-                "and --distributed go with --prompts"
+                "--import-from takes responses as they are: --system, --column, --limit, "
+                "--max-prompt-tokens, --max-new-tokens, --batch, sampling, devices and processes "
+                "go with --prompts"
             )

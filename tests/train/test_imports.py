@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -170,6 +171,23 @@ SGLANG = {"input_ids": [5, 6], "text": "the"}
             [7, 8],
             "length",
         ),
+        # A token of the request's own stopped it, or it went on behind the target's.
+        (
+            VLLM | {"outputs": [{"token_ids": [7, 8], "finish_reason": "stop", "stop_reason": 8}]},
+            [7, 8],
+            "length",
+        ),
+        (
+            VLLM | {"outputs": [{"token_ids": [7], "finish_reason": "stop", "stop_reason": 0}]},
+            [7, 0],
+            "stop",
+        ),
+        (VLLM | {"outputs": [{"token_ids": [7, 2, 8], "finish_reason": "length"}]}, [7, 2], "stop"),
+        (
+            VLLM | {"outputs": [{"token_ids": [7, 0, 8, 2], "finish_reason": "stop"}]},
+            [7, 0],
+            "stop",
+        ),
     ],
 )
 def test_token_ids_of_servers_are_taken_as_they_are(
@@ -188,9 +206,10 @@ def test_text_of_servers_is_encoded_again(tmp_path, manifest, tokenizer):
         tokenizer,
         {"prompt": text, "outputs": [{"text": "the 12", "finish_reason": "stop"}]},
         {"prompt": text, "text": "the 12", "meta_info": {"finish_reason": {"type": "stop"}}},
+        {"prompt": text, "outputs": [{"text": "the 12<|im_end|>\n", "finish_reason": "stop"}]},
     )
     want = (tokenizer.chat([USER]), [*tokenizer.encode("the 12"), 2])
-    assert [(r.prompt_ids, r.response_ids) for r in made] == [want, want]
+    assert [(r.prompt_ids, r.response_ids) for r in made] == [want, want, want]
 
 
 def batch_line(name: str, **changes: Any) -> dict[str, Any]:
@@ -216,6 +235,73 @@ def test_a_batch_output_is_joined_with_its_requests(tmp_path, manifest, tokenize
 
 
 @pytest.mark.parametrize(
+    ("body", "greedy", "message"),
+    [
+        ({"temperature": 0, "tools": None, "chat_template_kwargs": {}}, True, None),
+        ({"temperature": 1.0}, False, None),
+        ({}, True, None),
+        ({"temperature": 1.0}, True, "asked with temperature 1.0: give --sampled"),
+        ({"temperature": 0}, False, "asked with temperature 0: give --greedy"),
+        ({"continue_final_message": True}, True, "asked with continue_final_message"),
+        ({"add_generation_prompt": False}, True, "without the header of a reply"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True}},
+            True,
+            "asked with enable_thinking True: give --thinking on",
+        ),
+    ],
+)
+def test_a_batch_says_how_it_was_asked(tmp_path, manifest, tokenizer, body, greedy, message):
+    manifest = dataclasses.replace(manifest, sampling={"greedy": greedy})
+    line = {"custom_id": "the", "body": {"messages": [USER]} | body}
+    options = {"requests": jsonl(tmp_path / "requests.jsonl", [line])}
+    if message is None:
+        (made,) = imported(tmp_path, manifest, tokenizer, batch_line("the"), **options)
+        assert made.prompt_ids == tokenizer.chat([USER])
+        return
+    with pytest.raises(D3DError, match=f"made.jsonl, line 1: .*{message}"):
+        imported(tmp_path, manifest, tokenizer, batch_line("the"), **options)
+
+
+@pytest.mark.parametrize("name", ["the", ["the"]])
+def test_requests_that_cannot_be_told_apart_are_refused(tmp_path, manifest, tokenizer, name):
+    lines = [{"custom_id": "the", "body": {}}, {"custom_id": name, "body": {}}]
+    requests = jsonl(tmp_path / "requests.jsonl", lines)
+    with pytest.raises(D3DError, match=r"requests.jsonl, line 2: .*custom_id"):
+        imported(tmp_path, manifest, tokenizer, batch_line("the"), requests=requests)
+
+
+def test_what_was_given_up_is_left_out_and_the_longest_response_is_the_limit(
+    tmp_path, manifest, tokenizer
+):
+    lines = [
+        VLLM | {"outputs": [{"token_ids": [], "text": "", "finish_reason": "abort"}]},
+        VLLM | {"outputs": [{"token_ids": [7], "finish_reason": "content_filter"}]},
+        SGLANG | {"output_ids": [7], "meta_info": {"finish_reason": {"type": "abort"}}},
+        VLLM | {"outputs": [{"token_ids": [7] * 20, "finish_reason": "length"}]},
+        VLLM | {"outputs": [{"token_ids": [7], "finish_reason": "stop"}], "split": None},
+    ]
+    source = jsonl(tmp_path / "made.jsonl", lines)
+    assert import_responses(source, tmp_path / "out", manifest, tokenizer=tokenizer) == (2, 3)
+    assert [r.index for r in read_responses(tmp_path / "out")] == [3, 4]
+    assert read_manifest(tmp_path / "out").max_new_tokens == 20
+
+
+def test_a_text_to_which_servers_add_tokens_is_refused(tmp_path, manifest, tokenizer, monkeypatch):
+    encode = tokenizer.encode
+
+    def with_bos(text, *, add_special_tokens=True):
+        return [1] * add_special_tokens + encode(text, add_special_tokens=False)
+
+    monkeypatch.setattr(tokenizer, "encode", with_bos)
+    record = {"prompt": "hello", "outputs": [{"token_ids": [7], "finish_reason": "stop"}]}
+    with pytest.raises(D3DError, match="line 1: its prompt is a text, to which this tokenizer may"):
+        imported(tmp_path, manifest, tokenizer, record)
+    (made,) = imported(tmp_path, manifest, tokenizer, record | {"prompt_token_ids": [1, 5]})
+    assert made.prompt_ids == [1, 5]
+
+
+@pytest.mark.parametrize(
     ("record", "message"),
     [
         (batch_line("the"), "'the' is not in the file of its requests: see --requests"),
@@ -226,6 +312,23 @@ def test_a_batch_output_is_joined_with_its_requests(tmp_path, manifest, tokenize
         (VLLM | {"outputs": [{"finish_reason": "stop"}]}, "neither as token ids nor as text"),
         ({"outputs": [{"token_ids": [7]}]}, "its prompt is missing"),
         ({"text": "the"}, "no conversation and no output of vLLM"),
+        # What other programs may have written there.
+        (VLLM | {"outputs": ["the"]}, "its reply is not an object"),
+        (VLLM | {"outputs": [{"message": "the"}]}, "its message is not an object"),
+        (SGLANG | {"meta_info": [1]}, "its meta_info is not an object"),
+        (SGLANG | {"meta_info": {}}, "does not say how its text ended"),
+        ({"messages": None}, "no conversation and no output of vLLM"),
+        ({"messages": "the"}, "messages is not a list"),
+        (batch_line(["a"]), "is not in the file of its requests"),
+        (VLLM | {"outputs": [{"text": "a", "finish_reason": "tool_calls"}]}, "not stop or length"),
+        # What its messages do not say of a prompt.
+        ({"messages": [USER, REPLY], "tools": [{}]}, "asked with tools; import the token ids"),
+        ({"messages": [USER, REPLY], "chat_template_kwargs": {"x": 1}}, "asked with x; import"),
+        ({"messages": [USER, REPLY], "chat_template_kwargs": "x"}, "kwargs is not an object"),
+        ({"messages": [USER | {"name": "a"}, REPLY]}, "a message of its prompt has name"),
+        ({"messages": [USER, REPLY | {"tool_calls": [{}]}]}, "without a tool parser"),
+        ({"messages": [USER, REPLY, REPLY]}, "does not end with a message to be answered"),
+        ({"messages": [USER, REPLY], "response_ids": [5]}, "does not end with a message to be"),
     ],
 )
 def test_what_cannot_be_imported_is_named_by_line(tmp_path, manifest, tokenizer, record, message):
