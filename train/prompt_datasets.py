@@ -15,7 +15,7 @@ import numpy as np
 from d3d_jax.errors import D3DError
 from d3d_jax.models.hub import hub_files, is_hub_id
 from d3d_jax.train.prompts import (
-    TASKS,
+    STATED,
     PromptSource,
     Records,
     jsonl_records,
@@ -26,7 +26,7 @@ from d3d_jax.train.prompts import (
 # data/train-00000-of-00006.parquet, main/test-00000-of-00001-5de1.parquet, train.jsonl.gz, and
 # default/train/0000.parquet, as the hub converts data sets to parquet.
 _FILE = re.compile(
-    r"(?:(?P<folder>.+)/)?(?P<name>[^/]+?)(?:-\d+-of-(?P<count>\d+)(?:-\w+)?)?"
+    r"(?:(?P<folder>.+)/)?(?P<name>[^/]+?)(?:-(?P<number>\d+)-of-(?P<count>\d+)(?:-\w+)?)?"
     r"\.(?P<form>parquet|jsonl|jsonl\.gz)"
 )
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
@@ -45,7 +45,7 @@ def from_hub(spec: str, column: str | None) -> PromptSource:
         raise D3DError(f"hub:{spec} is not of the form hub:org/name[@revision][:split]")
     chosen = ""
 
-    def choose(names: list[str]) -> list[str]:
+    def choose(names: list[str], all_known: bool) -> list[str]:
         nonlocal chosen
         splits = splits_of(names)
         if not splits:
@@ -54,6 +54,7 @@ def from_hub(spec: str, column: str | None) -> PromptSource:
                 f"hub:{hub_id}@refs/convert/parquet"
             )
         chosen = _chosen_split(hub_id, list(splits), split)
+        _refuse_incomplete(f"{chosen} of {hub_id}", splits[chosen], all_known)
         return splits[chosen]
 
     commit, paths = hub_files(hub_id, revision if at else None, choose)
@@ -66,15 +67,10 @@ def from_hub(spec: str, column: str | None) -> PromptSource:
 
 
 def splits_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """The files of each split of a hub dataset, as their names tell; parquet where there is any.
-
-    Raises:
-      D3DError: one of a numbered series is not there.
-    """
+    """The files of each split of a hub dataset, as their names tell; parquet where there is any."""
     splits: dict[str, list[str]] = {}
     found = [match for name in sorted(names) if (match := _FILE.fullmatch(name))]
     parquet = any(match["form"] == "parquet" for match in found)
-    counts: dict[str, int] = {}
     for match in found:
         if parquet and match["form"] != "parquet":
             continue
@@ -83,11 +79,32 @@ def splits_of(names: Iterable[str]) -> dict[str, list[str]]:
             path.pop()
         split = "/".join(part for part in path if part not in ("", "data", "default"))
         splits.setdefault(split or match["name"], []).append(match.string)
-        counts[split or match["name"]] = int(match["count"] or 0)
-    for split, files in splits.items():
-        if counts[split] > len(files):
-            raise D3DError(f"only {len(files)} of {counts[split]} files of {split} are there")
     return splits
+
+
+def _refuse_incomplete(split: str, files: Sequence[str], all_known: bool) -> None:
+    """Refuses files that are not one whole series (D3DError): prompts would be lost, or come twice.
+
+    Args:
+      all_known: there are no others than these in the dataset.
+    """
+    found = [match for name in files if (match := _FILE.fullmatch(name))]
+    numbered = found[0]["name"].isdigit()
+    kinds = {(m["folder"], m["name"].isdigit() or m["name"], m["count"], m["form"]) for m in found}
+    count = int(found[0]["count"] or 0)
+    numbers = {int(match["number"] or 0) for match in found}
+    if len(kinds) > 1 or (len(numbers) < len(found) and not numbered):
+        raise D3DError(
+            f"the files of {split} are several sets: {files[0]} and {files[-1]}; download one and "
+            "give the file itself"
+        )
+    if count and numbers != set(range(count)):
+        raise D3DError(f"only {len(found)} of {count} files of {split} are there")
+    if numbered and not all_known:
+        raise D3DError(
+            f"the hub does not answer, and the names of the cached files of {split} do not tell "
+            "whether they are all; run this once where the hub can be reached"
+        )
 
 
 def _chosen_split(name: str, splits: Sequence[str], asked: str) -> str:
@@ -136,7 +153,7 @@ def from_tfds(spec: str, column: str | None) -> PromptSource:
             f"the TFDS dataset {name} cannot be read without TensorFlow, which needs "
             f"file_format=array_record: {str(error).splitlines()[0]}"
         ) from error
-    kept = dict.fromkeys((column, *(task for task in TASKS if task in columns)))
+    kept = dict.fromkeys((column, *(name for name in STATED if name in columns)))
 
     def records() -> Records:
         for index in range(len(source)):
@@ -158,7 +175,8 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
         columns = {key: _plain(column) for key, column in value.items()}
-        if all(isinstance(column, list) for column in columns.values()):
+        lengths = {len(c) if isinstance(c, list) else None for c in columns.values()}
+        if len(lengths) == 1 and None not in lengths:
             rows = zip(*columns.values(), strict=True)
             return [dict(zip(columns, row, strict=True)) for row in rows]
         return columns

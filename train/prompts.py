@@ -26,6 +26,8 @@ from d3d_jax.train.responses import SPLITS
 # Where a record's prompt is looked for, unless a column is named; what says which task it is of.
 COLUMNS = ("turns", "messages", "conversations", "prompt")
 TASKS = ("topic", "task", "source")
+# What is read of a record beside its prompt.
+STATED = (*TASKS, "split")
 # ShareGPT's names of the roles.
 _ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -41,6 +43,7 @@ class Prompt:
       system: the system message before the user's text, if there is one.
       split, task: where they are stated.
       turns: of the user in the whole conversation; only the first is the prompt.
+      where: the line or row it was read from, for errors.
     """
 
     text: str
@@ -48,6 +51,7 @@ class Prompt:
     split: str | None = None
     task: str = ""
     turns: int = 1
+    where: str = dataclasses.field(default="", compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +64,8 @@ class PromptSource:
       rows: how many records there are.
       records: begins to read them.
       column: field that holds the prompt; None: the first of `COLUMNS` that a record has.
-      strict: a record without a prompt is an error; else it is passed over.
+      strict: a record without a prompt is an error, and so is a split that is neither train nor
+        validation; else the record is passed over, and such a split says nothing.
     """
 
     name: str
@@ -82,12 +87,18 @@ class PromptSource:
             if not wanted(index):
                 continue
             try:
-                prompt = prompt_of(record, self.column)
+                prompt = self.prompt_of(record)
             except ValueError as error:
                 if self.strict:
                     raise D3DError(f"{where}: {error}") from error
                 continue
-            yield index, prompt
+            yield index, dataclasses.replace(prompt, where=where)
+
+    def prompt_of(self, record: Mapping[str, Any]) -> Prompt:
+        """The prompt of one of its records; raises ValueError as `prompts.prompt_of`."""
+        if not self.strict and record.get("split") not in (None, *SPLITS):
+            record = {**record, "split": None}
+        return prompt_of(record, self.column)
 
 
 def open_prompts(spec: str | Path, column: str | None = None) -> PromptSource:
@@ -122,7 +133,7 @@ def _refuse_without_prompts(source: PromptSource) -> None:
     wrong: D3DError | None = None
     for where, record in itertools.islice(source.records(), 100):
         try:
-            prompt_of(record, source.column)
+            source.prompt_of(record)
             return
         except ValueError as error:
             wrong = wrong or D3DError(f"{where}: {error}; another --column may hold prompts")
@@ -220,7 +231,7 @@ def parquet_records(paths: Sequence[Path], column: str | None) -> tuple[int, Cal
             with parquet.ParquetFile(path) as file:
                 rows += file.metadata.num_rows
                 names = file.schema_arrow.names
-            kept.append([prompt_column(names, column), *(n for n in TASKS if n in names)])
+            kept.append([prompt_column(names, column), *(n for n in STATED if n in names)])
         except (OSError, pyarrow.ArrowException) as error:
             raise D3DError(f"cannot read {path}: {error}") from error
         except ValueError as error:

@@ -53,7 +53,7 @@ def _prompts(options: Generate) -> list[Prompt]:
         return [Prompt(options.prompt)]
     if options.prompts_file is not None:
         prompts = read_prompts(options.prompts_file)
-        warn_of_turns(prompts, options.prompts_file)
+        warn_of_turns(sum(prompt.turns > 1 for prompt in prompts), options.prompts_file)
         return prompts
     if sys.stdin.isatty():
         note("Type the prompt and end it with Ctrl-D.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from d3d_jax.commands.runtime import (
     prompt_ids,
     sigterm_noted,
     start_jax,
+    warn_of_turns,
 )
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.loading import model_name
@@ -45,6 +47,8 @@ from d3d_jax.train.responses import (
 DATASET = "dataset"
 # How often a process asks after the others, in seconds: it is a message over the network.
 _ASK_EVERY = 1.0
+# How many prompts of a dataset may be refused before it is taken for one of another kind.
+_JUDGED = 100
 _SAVED = "every answer so far is saved: the same command continues"
 
 
@@ -84,8 +88,7 @@ def make_responses(options: Respond) -> Path:
     with busy(f"reading {options.prompts}"):
         source = open_prompts(options.prompts, options.column)
     # So that a template that cannot do what is asked is known before anything is written.
-    _, first = next(source.read())
-    prompt_ids(files, first, options.system, thinking_switch(options.thinking))
+    _refuse_unrendered(files, source, options)
     start_jax(cpu_devices=options.placement.num_devices)
     if options.processes.several:
         join_processes(options.processes)
@@ -101,19 +104,22 @@ def make_responses(options: Respond) -> Path:
     opened = functools.partial(ResponseWriter, out, manifest, part=part, parts=parts)
     writer = first_does(opened, f"cannot use the folder {out}") or opened()
     questions = _Questions(files, source, options, writer.done)
-    target = None
-    if missing := questions.missing:
+    questions.check()
+    target, asked = None, questions.ask()
+    # What is left may be prompts that cannot be asked, for which no weights are read.
+    if (first := next(asked, None)) is not None:
         with busy(f"loading {options.target}"):
             target = files.load(mesh).target
+        asked = itertools.chain([first], asked)
     title = "responses" if parts == 1 else f"responses, process {part + 1} of {parts}"
     with sigterm_noted(_SAVED) as look:
         if target is not None:
             with Bar(title, questions.total) as bar:
                 respond(
                     target,
-                    questions.ask(),
+                    asked,
                     writer,
-                    batch=min(options.batch, missing),
+                    batch=min(options.batch, questions.missing),
                     sampling=sampling,
                     progress=_Progress(bar, questions, writer, look),
                 )
@@ -122,12 +128,25 @@ def make_responses(options: Respond) -> Path:
     return out
 
 
+def _refuse_unrendered(files: ModelFiles, source: PromptSource, options: Respond) -> None:
+    """Refuses prompts of which the chat template takes none: a file's first, a dataset's many."""
+    wrong: D3DError | None = None
+    for _, prompt in itertools.islice(source.read(), 1 if source.strict else _JUDGED):
+        try:
+            prompt_ids(files, prompt, options.system, thinking_switch(options.thinking))
+            return
+        except D3DError as error:
+            wrong = wrong or D3DError(f"{prompt.where}: {error}")
+    if wrong is not None:
+        raise wrong
+
+
 class _Questions:
     """This process's part of the prompts, as token ids.
 
     Attributes:
       total: how many there are to answer, as far as is known.
-      missing: how many of them had no answer at first.
+      missing, present: how many of them had no answer at first, and how many had.
     """
 
     def __init__(
@@ -142,18 +161,37 @@ class _Questions:
         self.total = int(self._wanted.sum())
         self._wanted[[index for index in done if index < source.rows]] = False
         self.missing = int(self._wanted.sum())
+        self.present = self.total - self.missing
         self._asked = self._too_long = 0
+        self._refusal = ""
         limit = options.max_prompt_tokens or files.config.max_length
         self._most = min(limit, files.config.max_length - 1)
 
+    def check(self) -> None:
+        """Looks at all prompts of a file before any is answered; a dataset may hold a few bad ones.
+
+        Raises:
+          D3DError: one that the chat template refuses, or longer than the model reads.
+        """
+        if self._source.strict:
+            longer = 0
+            for _, prompt in self._source.read(self._is_wanted):
+                self._ids(prompt)
+                longer += prompt.turns > 1
+            warn_of_turns(longer, self._source.label)
+
     def ask(self) -> Iterator[Asked]:
         """Those that have no answer yet, and are not too long, in the source's order."""
-        options, thinking = self._options, thinking_switch(self._options.thinking)
-        for index, prompt in self._source.read(lambda index: bool(self._wanted[index])):
+        for index, prompt in self._source.read(self._is_wanted):
             try:
-                ids = prompt_ids(self._files, prompt, options.system, thinking)
-            except D3DError:
-                continue  # as that of a record without a prompt: it must not end a long run
+                ids = self._ids(prompt)
+            except D3DError as error:
+                if self._source.strict:
+                    raise
+                # As with a record without a prompt: it must not end a long run.
+                self._refusal = self._refusal or str(error)
+                self.total -= 1
+                continue
             if len(ids) > self._most:
                 self._too_long += 1
                 self.total -= 1
@@ -161,12 +199,31 @@ class _Questions:
             self._asked += 1
             yield Asked(index, ids, prompt.split, prompt.task or self._source.label)
 
+    def _is_wanted(self, index: int) -> bool:
+        return bool(self._wanted[index])
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        options = self._options
+        try:
+            thinking = thinking_switch(options.thinking)
+            ids = prompt_ids(self._files, prompt, options.system, thinking)
+        except D3DError as error:
+            raise D3DError(f"{prompt.where}: {error}") from error
+        # Of the user's own file only what was said to be left out is.
+        if len(ids) > self._most and self._source.strict and options.max_prompt_tokens is None:
+            raise D3DError(
+                f"{prompt.where}: the prompt has {len(ids)} tokens and the model reads at most "
+                f"{self._most}; --max-prompt-tokens leaves longer ones out"
+            )
+        return ids
+
     def report(self) -> None:
         """Says which prompts were left out, if any."""
         unusable = self.missing - self._asked - self._too_long
+        first = f" ({self._refusal})" if self._refusal else ""
         for count, what in (
             (self._too_long, f"have more than {self._most} tokens"),
-            (unusable, "hold no prompt that the chat template takes"),
+            (unusable, f"hold no prompt that the chat template takes{first}"),
         ):
             if count:
                 note(f"{count} of {self._source.rows} records of {self._source.label} {what}")
@@ -183,7 +240,7 @@ class _Progress:
         self, bar: Bar, questions: _Questions, writer: ResponseWriter, look: Callable[[], None]
     ):
         self.bar, self.questions, self.writer, self.look = bar, questions, writer, look
-        self.before = len(writer.done) - (questions.total - questions.missing)
+        self.before = len(writer.done) - questions.present
         self.tokens, self.began = 0, time.perf_counter()
         self.asked = self.began
 
@@ -196,8 +253,8 @@ class _Progress:
         if not is_first():
             return  # the others' parts take as long
         speed = self.tokens / (time.perf_counter() - self.began)
-        self.bar.total = self.questions.total
-        self.bar.update(len(self.writer.done) - self.before, f"{speed:.0f} tokens/s")
+        done = len(self.writer.done) - self.before
+        self.bar.update_total(done, self.questions.total, f"{speed:.0f} tokens/s")
 
 
 def _import(options: Respond) -> Path:

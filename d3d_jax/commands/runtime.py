@@ -160,11 +160,11 @@ class Bar:
     ) -> None:
         self._progress.stop()
 
-    def update_total(self, done: int, total: int) -> None:
+    def update_total(self, done: int, total: int, note_text: str = "") -> None:
         """`update`, where the total becomes known as one goes."""
         self.total = total
         self._progress.update(self._task, total=total)
-        self.update(done)
+        self.update(done, note_text)
 
     def update(self, done: int, note_text: str = "") -> None:
         """Shows that `done` of the total are done, with a few figures."""
@@ -181,9 +181,13 @@ class Bar:
             note(", ".join(part for part in parts if part))
 
 
-def warn_of_turns(prompts: list[Prompt], file: Path) -> None:
-    """Says so when a file holds conversations of which only the beginning is used."""
-    if longer := sum(prompt.turns > 1 for prompt in prompts):
+def warn_of_turns(longer: int, file: str | Path) -> None:
+    """Says so when a file holds conversations of which only the beginning is used.
+
+    Args:
+      longer: how many of them.
+    """
+    if longer:
         note(f"{longer} prompts of {file} have more than one turn; only the first is used")
 
 

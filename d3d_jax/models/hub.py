@@ -70,13 +70,14 @@ def hub_snapshot(hub_id: str, revision: str | None = None, *, weights: bool = Tr
 
 
 def hub_files(
-    hub_id: str, revision: str | None, choose: Callable[[list[str]], list[str]]
+    hub_id: str, revision: str | None, choose: Callable[[list[str], bool], list[str]]
 ) -> tuple[str, list[Path]]:
     """Files of a hub dataset in the hub's own cache, downloaded if they are not there.
 
     Args:
       revision: a branch, tag or commit; None: the main branch.
-      choose: of the names of all its files, those that are wanted.
+      choose: of the names of its files, those that are wanted; it is told whether these are all
+        names, or only those of the files that are cached.
 
     Returns:
       The commit, and the files in the order of `choose`.
@@ -90,28 +91,28 @@ def hub_files(
 
     def patterns(info: Any) -> list[str]:
         if info is None:
-            names = _cached_names(hub_id, revision)
+            names, all_known = _cached_names(hub_id, revision)
         else:
-            names = [file.rfilename for file in info.siblings]
-        chosen.extend(choose(names))
+            names, all_known = [file.rfilename for file in info.siblings], True
+        chosen.extend(choose(names, all_known))
         return chosen
 
     snapshot, _ = _snapshot(hub_id, revision, "dataset", patterns)
     return snapshot.name, [snapshot / name for name in chosen]
 
 
-def _cached_names(hub_id: str, revision: str | None) -> list[str]:
-    """The files of a dataset: all where the client kept their list, else those that are cached."""
+def _cached_names(hub_id: str, revision: str | None) -> tuple[list[str], bool]:
+    """The files of a dataset, and whether that is all: it is where the client kept their list."""
     from huggingface_hub import get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     where: Any = {"repo_type": "dataset", "revision": revision}
     try:
-        return [file.path for file in get_cached_repo_tree(hub_id, **where)]
+        return [file.path for file in get_cached_repo_tree(hub_id, **where)], True
     except CachedRepoTreeNotFoundError:
         folder = snapshot_download(hub_id, **where, allow_patterns=[], local_files_only=True)
         files = (file for file in Path(folder).rglob("*") if file.is_file())
-        return [file.relative_to(folder).as_posix() for file in files]
+        return [file.relative_to(folder).as_posix() for file in files], False
 
 
 def _snapshot(

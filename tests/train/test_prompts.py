@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import tensorflow_datasets as tfds
 from huggingface_hub import constants
 
 from d3d_jax.errors import D3DError
-from d3d_jax.train.prompt_datasets import splits_of
+from d3d_jax.train.prompt_datasets import _plain, splits_of
 from d3d_jax.train.prompts import Prompt, open_prompts, prompt_of, read_prompts
 
 
@@ -141,8 +143,57 @@ def test_a_half_downloaded_or_damaged_split_is_refused(hub):
     with pytest.raises(D3DError, match=r"cannot read .*test-00000-of-00001\.parquet"):
         open_prompts("hub:org/name:test")
     (hub / "data/train-00001-of-00002.parquet").unlink()
-    with pytest.raises(D3DError, match="only 1 of 2 files of train are there"):
+    with pytest.raises(D3DError, match="only 1 of 2 files of train of org/name are there"):
         open_prompts("hub:org/name")
+
+
+def test_numbered_files_are_all_there_only_where_the_hub_says_so(hub):
+    """A cache may hold some of them, under the same commit as all."""
+    for number in (0, 2):
+        parquet(hub / f"default/part/{number:04d}.parquet", ROWS)
+    with pytest.raises(D3DError, match="do not tell whether they are all; run this once where"):
+        open_prompts("hub:org/name:part")
+    files = {f"default/part/{n:04d}.parquet": {"size": 1, "blob_id": "0"} for n in (0, 2)}
+    trees = hub.parents[1] / "trees"
+    trees.mkdir()
+    (trees / f"{COMMIT}.json").write_text(json.dumps({"format_version": 1, "files": files}))
+    assert open_prompts("hub:org/name:part").rows == 6
+
+
+@pytest.mark.parametrize(
+    ("split", "more"),
+    [
+        ("train", "default/train/0000.parquet"),
+        ("train", "train-00000-of-00001.parquet"),
+        ("test", "data/test.parquet"),
+        ("test", "data/test-00000-of-00001-5de1.parquet"),
+    ],
+)
+def test_a_split_in_two_places_is_refused(hub, split, more):
+    parquet(hub / more, ROWS)
+    with pytest.raises(D3DError, match=f"the files of {split} of org/name are several sets"):
+        open_prompts(f"hub:org/name:{split}")
+    other = {"train": "test", "test": "train"}[split]
+    assert open_prompts(f"hub:org/name:{other}").rows == len(ROWS) - 2 * (other == "test")
+
+
+def test_the_split_of_a_record_is_read_from_every_form(hub, tmp_path):
+    rows = [{"prompt": "a", "split": "validation"}, {"prompt": "b", "split": None}]
+    parquet(tmp_path / "mine.parquet", rows)
+    want = [Prompt("a", split="validation"), Prompt("b")]
+    assert read_prompts(tmp_path / "mine.parquet") == want
+    (hub / "data/lines.jsonl").write_text('{"prompt": "a", "split": "test"}\n')
+    for path in hub.rglob("*.parquet"):
+        path.unlink()
+    assert list(open_prompts("hub:org/name:lines").read()) == [(0, Prompt("a"))]
+    parquet(tmp_path / "mine.parquet", [{"prompt": "a", "split": "test"}])
+    with pytest.raises(D3DError, match="row 1: split 'test' is not train or validation"):
+        read_prompts(tmp_path / "mine.parquet")
+
+
+def test_columns_of_unequal_lengths_are_no_rows():
+    assert _plain({"a": [1, 2], "b": [1]}) == {"a": [1, 2], "b": [1]}
+    assert _plain({"a": [1, 2], "b": [b"x", b"y"]}) == [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
 
 
 def test_only_the_files_of_the_split_are_downloaded(hub, monkeypatch):
@@ -185,7 +236,8 @@ def tfds_folder(tmp_path_factory) -> Path:
             turns = tfds.features.Sequence(
                 {"from": tfds.features.Text(), "value": tfds.features.Text()}
             )
-            features = {"conversations": turns, "source": tfds.features.Text()}
+            text = tfds.features.Text()
+            features = {"conversations": turns, "source": text, "split": text}
             return tfds.core.DatasetInfo(
                 builder=self, features=tfds.features.FeaturesDict(features)
             )
@@ -195,7 +247,9 @@ def tfds_folder(tmp_path_factory) -> Path:
 
         def _generate_examples(self):
             for row in ROWS:
-                yield row["id"], {name: row[name] for name in ("conversations", "source")}
+                held_out = {"split": "validation" if row["id"] == 3 else "test"}
+                names = ("conversations", "source")
+                yield row["id"], {name: row[name] for name in names} | held_out
 
     folder = tmp_path_factory.mktemp("tfds")
     config = tfds.download.DownloadConfig(try_download_gcs=False)
@@ -215,7 +269,9 @@ def test_a_tfds_dataset_is_read_by_name_or_folder(tfds_folder, monkeypatch):
         source = open_prompts(spec)
         assert source.name == "tfds:talk/1.0.0:train, column conversations" and source.rows == 3
         found = [prompt for _, prompt in source.read()]
-        assert sorted(found, key=lambda p: p.task) == [prompt for _, prompt in ASKED]
+        (_, first), (_, second) = ASKED
+        want = [first, dataclasses.replace(second, split="validation")]
+        assert sorted(found, key=lambda p: p.task) == want
 
 
 @pytest.mark.parametrize(
@@ -228,7 +284,7 @@ def test_a_tfds_dataset_is_read_by_name_or_folder(tfds_folder, monkeypatch):
             "not prepared here; `tfds build ai2_arc --file_format=array_record`",
         ),
         ("tfds:talk:test", None, "talk has no split 'test'; choose one of train"),
-        ("tfds:talk", "asked", "no field 'asked', but conversations, source"),
+        ("tfds:talk", "asked", "no field 'asked', but conversations, source, split"),
     ],
 )
 def test_a_tfds_dataset_that_is_not_there_is_refused(
