@@ -37,7 +37,8 @@ def told_by_first(answer: bool) -> bool:
         return answer
     from jax.experimental import multihost_utils
 
-    return bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
+    with _others_reached():
+        return bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
 
 
 def first_does(action: Callable[[], Result], failure: str) -> Result | None:
@@ -71,7 +72,9 @@ def refuse_different(asked: str) -> None:
     from jax.experimental import multihost_utils
 
     digest = np.frombuffer(hashlib.sha256(asked.encode()).digest(), np.uint8)
-    if (multihost_utils.process_allgather(digest) != digest).any():
+    with _others_reached():
+        digests = multihost_utils.process_allgather(digest)
+    if (digests != digest).any():
         raise D3DError("the processes of this run have different options, prompts or targets")
 
 
@@ -117,25 +120,34 @@ def leave() -> None:
 
 
 def _tell(what: str) -> None:
-    with _coordinator() as (client, process):
+    client, process = _coordinator()
+    with _others_reached():
         client.key_value_set(f"d3d/{what}/{process}", "", allow_overwrite=True)
 
 
 def _told(what: str) -> list[Any]:
     """Who has told so."""
-    with _coordinator() as (client, _):
+    client, _ = _coordinator()
+    with _others_reached():
         return client.key_value_dir_get(f"d3d/{what}/")
 
 
-@contextlib.contextmanager
-def _coordinator() -> Iterator[tuple[Any, int]]:
+def _coordinator() -> tuple[Any, int]:
     """JAX's client of the coordinator, for which it has no public name, and this process's number.
 
     Both are known without touching a device, which may be what has failed.
     """
     from jax._src import distributed
 
+    return distributed.global_state.client, distributed.global_state.process_id
+
+
+@contextlib.contextmanager
+def _others_reached() -> Iterator[None]:
+    """Says what it means when another process does not take part any more."""
     try:
-        yield distributed.global_state.client, distributed.global_state.process_id
+        yield
     except jax.errors.JaxRuntimeError as error:
-        raise LostProcessError(f"the first process of this run is gone ({error})") from error
+        raise LostProcessError(
+            f"another process of this run is gone or cannot be reached ({error})"
+        ) from error

@@ -1,4 +1,4 @@
-"""Which prompts `d3d respond` asks: all of a file or none of it, of a dataset those it can."""
+"""Prompts of `d3d respond`: all of a file or none, of a dataset those it can; those of imports."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from d3d_jax.commands import respond
 from d3d_jax.commands.runtime import Bar
 from d3d_jax.infer.model import ModelFiles
 from d3d_jax.train.prompts import PromptSource
-from d3d_jax.train.responses import read_responses
+from d3d_jax.train.responses import read_manifest, read_responses
 from tests.models.tiny_gguf import CHAT_TEMPLATE
 from tests.test_cli import one_error
 from tests.tiny_folders import write_target
@@ -97,3 +97,19 @@ def test_a_dataset_of_which_the_template_takes_nothing_is_refused(
     source = dataset(*[{"messages": [SYSTEM, USER]}] * 3)
     said = one_error(capsys, answer(target, tmp_path / "out", source))
     assert "row 0: the chat template refuses" in said and not (tmp_path / "out").exists()
+
+
+def test_imports_name_the_file_of_their_requests(target, tmp_path, capsys):
+    reply = {"message": {"content": "the"}, "finish_reason": "stop"}
+    made = write(tmp_path, {"custom_id": "a", "response": {"body": {"choices": [reply]}}})
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text(json.dumps({"custom_id": "a", "body": {"messages": [USER]}}))
+    command = ["respond", "--target", str(target), "--import-from", str(made), "--sampled"]
+    command += ["--requests", str(requests), "--out", str(tmp_path / "out")]
+    assert cli.main(command) == 0
+    manifest = read_manifest(tmp_path / "out")
+    assert re.search("from mine.jsonl sha256:.*, asked by requests.jsonl sha256:", manifest.prompts)
+    assert manifest.sampling == {"greedy": False}
+    requests.write_text(json.dumps({"custom_id": "a", "body": {"messages": [SYSTEM | USER]}}) + " ")
+    capsys.readouterr()
+    assert "made with prompts" in one_error(capsys, cli.main(command))
