@@ -160,12 +160,13 @@ def make_step(
         def loss(params: Params, batch: objective.Batch, labels: objective.Labels):
             return objective.drafter_loss(
                 drafter,
-                {**cast(params, config.compute), **frozen},
+                {**params, **frozen},
                 batch,
                 labels,
                 denominators,
                 config.ar_weight,
                 remat=config.remat,
+                compute=config.compute,
             )
 
         gradient = jax.grad(loss, has_aux=True)
