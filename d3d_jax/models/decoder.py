@@ -390,7 +390,7 @@ def head_weight(params: Params) -> jax.Array:
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
     """hidden [..., D] → float32 logits [..., V'], V' the head's vocabulary."""
-    scores = linear(hidden, head_weight(params), jnp.float32)
+    scores: Any = linear(hidden, head_weight(params), jnp.float32)
     return constrain(scores, "b" + "." * (scores.ndim - 2) + "v")
 
 
