@@ -258,9 +258,9 @@ class _Loop:
             record |= self._acceptance.measure({**params, **self._frozen}).summary()
         signalled = self._log(record) or signalled
         with self._gauges.waiting("checkpoint"):
-            self._folder.save(self._manager, number, state, record.get("tau"))
-        if signalled and not done:
-            self._manager.wait_until_finished()
+            ends = bool(signalled) and not done
+            self._folder.save(self._manager, number, state, record.get("tau"), wait=ends)
+        if ends:
             raise StoppedError(
                 f"stopped by {signal.Signals(signalled).name} at step {number}; saved: the same "
                 "command continues",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import struct
 import types
@@ -15,6 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 from d3d_jax.drafter import read_drafter
 from d3d_jax.errors import D3DError
 from d3d_jax.models import checkpoint, checkpoint_writing
+from d3d_jax.train import run_folder
 from d3d_jax.train import trainer as trainers
 from d3d_jax.train.config import load_config
 from tests.tiny_models import VOCAB, tiny_config, tiny_params
@@ -24,6 +26,10 @@ from tests.train.tiny_runs import CONFIG, make_dataset, make_trainer
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("data"))
+
+
+# A run compiles the same step as the one before it.
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def records(run):
@@ -136,6 +142,49 @@ def test_a_run_that_diverges_stops_and_leaves_both_states(tmp_path, dataset):
     assert (tmp_path / "diverged/2").is_dir() and not (tmp_path / "drafter").exists()
     with ocp.CheckpointManager((tmp_path / "checkpoints").absolute()) as manager:
         assert manager.all_steps() == [1]
+
+
+def test_a_loss_that_stays_high_ends_a_run_and_leaves_its_state(tmp_path, dataset):
+    # From the step that there are enough losses on, every one counts as a spike.
+    changes = dict(steps=30, spike_factor=0.01, spike_steps=3, eval_every=30, checkpoint_every=7)
+    with pytest.raises(D3DError, match=r"above 0.01 times its median .* for 3 steps at step 23;"):
+        make_trainer(tmp_path, dataset, **changes).train()
+    # Read while the next step ran, so it is the state after that.
+    with ocp.StandardCheckpointer() as checkpointer:
+        assert checkpointer.restore((tmp_path / "diverged/24").absolute())["step"] == 24
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, 23))
+    with ocp.CheckpointManager((tmp_path / "checkpoints").absolute()) as manager:
+        assert manager.latest_step() == 21
+
+
+def test_a_full_disk_ends_a_run_in_one_sentence_and_loses_nothing(tmp_path, dataset):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(metrics):
+        if metrics["step"] == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+
+    try:
+        with pytest.raises(D3DError, match=r"no checkpoint can be .* \(File too large\); those in"):
+            make_trainer(tmp_path, dataset, fill).train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "drafter").exists()
+    with ocp.CheckpointManager((tmp_path / "checkpoints").absolute()) as manager:
+        assert manager.all_steps() == [2]
+    seen = []
+    make_trainer(tmp_path, dataset, seen.append).train()
+    assert seen[0]["step"] == 3
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_metrics_that_cannot_be_written_end_a_run(tmp_path, dataset, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_folder.Curves, "add", full)
+    with pytest.raises(D3DError, match=r"cannot write the metrics .*\(No space left on device\)"):
+        make_trainer(tmp_path, dataset).train()
 
 
 def test_the_export_drops_temperatures_of_other_parameters(tmp_path, dataset):
