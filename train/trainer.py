@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from d3d_jax.train.step import (
     State,
     cast,
     draft_index,
+    fingerprint,
     initial_state,
     make_optimizer,
     make_step,
@@ -85,7 +85,8 @@ class Trainer:
     """Trains a drafter in a run folder (`train.run_folder`) and exports it to its `drafter/`.
 
     Attributes:
-      drafter, params: from `drafter.init_drafter` or `read_drafter` (stacked NumPy arrays).
+      drafter, params: from `drafter.init_drafter` or `read_drafter`, stacked: NumPy arrays, or
+        arrays on the mesh, which the run takes over.
       dataset, validation: opened splits of one dataset.
       run: the run's folder; an interrupted run in it is continued, on any mesh.
       report: called with the metrics of every step, for a progress display.
@@ -133,15 +134,12 @@ class Trainer:
 
     def _settings(self) -> dict[str, Any]:
         """A run folder belongs to one configuration, dataset and start: others would mix runs."""
-        digest = hashlib.blake2b(digest_size=16)
-        for leaf in jax.tree.leaves(split(self.drafter, self.params)[1]):
-            digest.update(np.ascontiguousarray(leaf).tobytes())
         return {
             "train": dataclasses.asdict(self.config),
             "model": dataclasses.asdict(self.drafter.model),
             "drafter": dataclasses.asdict(self.drafter.drafter),
             "data": {"documents": len(self.dataset), **self.dataset.manifest.to_json()},
-            "initial_parameters": digest.hexdigest(),
+            "initial_parameters": fingerprint(split(self.drafter, self.params)[1]),
         }
 
     def train(self) -> Path:

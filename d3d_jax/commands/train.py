@@ -22,7 +22,6 @@ from d3d_jax.train.trainer import Trainer
 def run(options: Train) -> None:
     """Checks that config, data, drafter and target fit together, then trains."""
     config = load_config(options.config, options.overrides)
-    drafter, params = load_checked(options.drafter, options.target)
     if options.processes.several:
         start_jax()
         join_processes(options.processes)
@@ -31,6 +30,7 @@ def run(options: Train) -> None:
         start_jax(cpu_devices=max(named, options.fsdp * options.tensor))
     devices = chosen_devices("--drafter-devices", options.drafter_indices)
     mesh = make_mesh(devices, fsdp=options.fsdp, tensor=options.tensor)
+    drafter, params = load_checked(options.drafter, options.target, mesh)
     exported = train(drafter, params, config, options.data, options.out, mesh)
     if is_first():
         note(f"the trained drafter is in {exported}")

@@ -113,6 +113,15 @@ def test_parameters_after_some_steps_are_those_of_one_device(sizes, shared):
     )
 
 
+def test_a_fingerprint_is_of_the_numbers_and_their_places_and_not_of_the_mesh():
+    _, params = initial(False)
+    mesh = sharding.model_mesh(sharding.make_mesh(jax.devices()[:4], fsdp=2, tensor=2), MODEL)
+    placed = steps.place(params, parameters.shardings(params, mesh))
+    assert steps.fingerprint(placed) == steps.fingerprint(params)
+    swapped = params["norm"][::-1].copy()
+    assert steps.fingerprint({**params, "norm": swapped}) != steps.fingerprint(params)
+
+
 def test_the_state_is_split_and_frozen_parameters_have_none():
     mesh = sharding.make_mesh(jax.devices(), data=2, fsdp=2, tensor=2)
     step, (state, frozen, *rest) = prepare(mesh, True, steps.make_optimizer(CONFIG))
