@@ -1,8 +1,9 @@
 """How much of the machine's speed a training step reaches: `python -m d3d_jax.train.bench_step`.
 
 Times the step of a training config on a drafter with random weights, and float32 matrix products
-of the shapes that the step is made of, in turns, and prints one JSON object. Counted are the
-FLOPs of the model's matrix products (`d3d_jax.flops`), without what is computed a second time.
+of the shapes that the step is made of, in turns, and prints one JSON object. The share that the
+step reaches counts its products with weights alone; attention, whose whole tiles are in
+`flops.counted`, takes time and counts nothing.
 """
 
 from __future__ import annotations
@@ -47,8 +48,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     config = dataclasses.replace(load_config(options.config), compute="float32")
     drafter, params = _drafter(options)
     step, state, rest = _prepare(drafter, params, config)
-    work = flops.count(step.trace(state, *rest).jaxpr)
-    rate, products = _products(drafter, config, params)
+    counted = flops.count(step.trace(state, *rest).jaxpr)
+    rate, layer, head = _products(drafter, config, params)
+    products = layer + head
+    # Forward, and backward both ways; of a frozen head one way.
+    work = (3 * options.layers * layer + 2 * head) * config.micro_batches
 
     def train() -> None:
         nonlocal state
@@ -61,7 +65,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "config": dataclasses.asdict(config),
         "drafter": {"layers": options.layers, "block_size": options.block_size},
-        "flops": {"step": work, "matrix_products": products},
+        "flops": {"step": work, "counted": counted, "matrix_products": products},
         "seconds": {name: _spread(found) for name, found in times.items()},
         "gflops_per_second": {
             "step": round(work / statistics.median(times["step"]) / 1e9, 1),
@@ -129,8 +133,8 @@ def _batch(drafter: Drafter, config: TrainConfig) -> dict[str, np.ndarray]:
 
 def _products(
     drafter: Drafter, config: TrainConfig, params: dict[str, Any]
-) -> tuple[Callable[[], None], int]:
-    """Products of the step's rows with a layer's matrices and the head, and their FLOPs."""
+) -> tuple[Callable[[], None], int, int]:
+    """Products of a micro-batch's rows with a layer's matrices and the head; FLOPs of both."""
     blocks = config.max_blocks * drafter.drafter.block_size
     rows = config.batch_rows // config.micro_batches * (config.max_tokens + blocks)
     matrices = [leaf[0] for leaf in jax.tree.leaves(params["layers"]) if leaf.ndim == 3]
@@ -143,8 +147,8 @@ def _products(
     def multiply(pairs: Any) -> Any:
         return [x @ w.T for x, w in pairs]
 
-    work = sum(2 * x.shape[0] * w.size for x, w in pairs)
-    return lambda: jax.block_until_ready(multiply(pairs)), work
+    *layer, head = (2 * rows * w.size for _, w in pairs)
+    return lambda: jax.block_until_ready(multiply(pairs)), sum(layer), head
 
 
 def _alternate(sides: dict[str, Callable[[], Any]], repeat: int) -> dict[str, list[float]]:
