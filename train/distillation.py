@@ -1,4 +1,4 @@
-"""The distribution that recovery training teaches: the unpruned drafter's, made to prefer the label.
+"""What recovery training teaches: the unpruned drafter's distribution, made to prefer the label.
 
 With the least weight α that gives the supervised token y a margin of δ over every other,
 
@@ -11,6 +11,7 @@ recovery). Pure functions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,15 @@ from d3d_jax.drafter import Drafter, Params
 MARGIN = 0.01
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["drafter", "margin"]
+)
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A fixed drafter that another is distilled from.
+    """A fixed drafter that another of the same vocabulary is distilled from.
 
     Attributes:
-      drafter, params: of the same vocabulary as the student's; the widths may differ.
+      params: stacked.
       margin: δ; None teaches its distributions as they are.
     """
 

@@ -10,10 +10,20 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from d3d_jax.drafter import Params
+from d3d_jax.drafter import Drafter, Params
+from d3d_jax.models import sharding
 from d3d_jax.train.acceptance import OfflineAcceptance
+from d3d_jax.train.config import TrainConfig
+from d3d_jax.train.dataset import ResponseDataset
+from d3d_jax.train.distillation import Teacher
+from d3d_jax.train.objective import Batch, drafter_loss, make_labels
+from d3d_jax.train.packing import PackedBatches
+from d3d_jax.train.step import draft_index
 
 Criterion = Literal["tau", "kl", "even", "last"]
 # Higher is better: what the drafter is worth with the given gates [L].
@@ -57,6 +67,58 @@ def by_measure(measure: Measure, params: Params, layers: Sequence[int]) -> Ranki
 def of_acceptance(acceptance: OfflineAcceptance) -> Measure:
     """τ on validation responses, the paper's criterion (D3D, section on pruning)."""
     return lambda params, gates: acceptance.measure(params, gates).tau
+
+
+def of_divergence(
+    drafter: Drafter,
+    teacher: Teacher,
+    validation: ResponseDataset,
+    config: TrainConfig,
+    documents: int,
+    mesh: Mesh,
+) -> Measure:
+    """−KL(teacher ‖ drafter) of block rows, weighted as in training, on validation responses.
+
+    Args:
+      teacher: its parameters on the mesh.
+      config: says how responses are packed and weighted.
+      documents: packed rows to take, at most; 0 for those of all responses.
+      mesh: of `sharding.model_mesh`.
+    """
+    batches = PackedBatches(
+        validation,
+        max_tokens=config.max_tokens,
+        max_blocks=config.max_blocks,
+        anchors_per_document=config.anchors_per_document,
+        batch_rows=1,
+        seed=config.seed,
+    )
+    rows = len(batches.plan(0))
+    rows = min(documents or rows, rows)
+    index = draft_index(drafter, teacher.params)
+
+    def sums(params: Params, gates: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        labels = make_labels(
+            batch,
+            block_size=drafter.drafter.block_size,
+            label_shift=drafter.drafter.label_shift,
+            gamma=config.gamma,
+            draft_index=index,
+        )
+        one = jnp.ones(())
+        metrics = drafter_loss(
+            drafter, params, batch, labels, (one, one), 0.0, teacher=teacher, gates=gates
+        )[1]
+        return metrics["diffusion"], jnp.sum(labels.block_weights)
+
+    read = jax.jit(sharding.on_mesh(mesh, sums))
+
+    def measure(params: Params, gates: np.ndarray) -> float:
+        found = [read(params, gates, batches.batch(row)) for row in range(rows)]
+        divergence, weight = (float(sum(x)) for x in zip(*found, strict=True))
+        return -divergence / weight
+
+    return measure
 
 
 def by_place(criterion: Literal["even", "last"], layers: Sequence[int]) -> Ranking:

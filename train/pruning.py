@@ -159,8 +159,8 @@ class Pruning:
         depth = self.drafter.model.num_hidden_layers
         if not 1 <= self.config.layers < depth:
             raise D3DError(
-                f"the drafter has {depth} layers: prune it to 1 … {depth - 1}, "
-                f"not {self.config.layers}"
+                f"the drafter has {depth} layers: the depth to prune it to must be at least 1 and "
+                f"below that, found {self.config.layers}"
             )
         self.mesh = sharding.model_mesh(self.mesh or sharding.make_mesh(), self.drafter.model)
         self._record = _Record(self.out, self._settings())
@@ -244,12 +244,10 @@ class Pruning:
     def _measure(self, drafter: Drafter) -> importance.Measure:
         if self.config.criterion == "tau":
             return importance.of_acceptance(self._acceptance(drafter))
+        assert self.mesh is not None
+        teacher = Teacher(self.drafter, self._placed(self.params), None)
         return importance.of_divergence(
-            drafter,
-            Teacher(self.drafter, self.params, None),
-            self.validation,
-            self.training,
-            self.mesh,
+            drafter, teacher, self.validation, self.training, self.config.documents, self.mesh
         )
 
     def _acceptance(self, drafter: Drafter) -> OfflineAcceptance:

@@ -2,6 +2,7 @@
 
     config.json      what the run was started with; another run is refused
     metrics.jsonl    a line a step
+    tensorboard/     the same figures as curves
     checkpoints/     the newest, and the one with the best τ
     diverged/        the state in which a run was given up
 
@@ -21,6 +22,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from d3d_jax.errors import D3DError, LostProcessError
 from d3d_jax.processes import first_does, is_first
+from d3d_jax.train.curves import Curves
 from d3d_jax.train.responses import write_atomic
 from d3d_jax.train.step import State
 
@@ -39,6 +41,7 @@ class RunFolder:
     def __init__(self, path: Path, settings: dict[str, Any], keep: int) -> None:
         self.path, self._keep = path, keep
         self._metrics = path / "metrics.jsonl"
+        self._curves: Curves | None = None
         file, text = path / "config.json", json.dumps(settings, indent=2) + "\n"
 
         def write() -> None:
@@ -122,10 +125,13 @@ class RunFolder:
         return records
 
     def log(self, record: dict[str, Any]) -> None:
-        """Adds a step's line."""
+        """Adds a step's line, and its points to the curves."""
         if is_first():
             with self._metrics.open("a") as file:
                 file.write(json.dumps(record) + "\n")
+            if self._curves is None:
+                self._curves = Curves(self.path / "tensorboard", record["step"])
+            self._curves.add(record)
 
 
 def _tau(metrics: dict[str, float]) -> float:

@@ -3,12 +3,14 @@
 import json
 import os
 import signal
+import struct
 import types
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 from d3d_jax.drafter import read_drafter
 from d3d_jax.errors import D3DError
@@ -26,6 +28,22 @@ def dataset(tmp_path_factory):
 
 def records(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def points(folder):
+    """The curves in a folder as tag → [(step, value)], those of its files joined."""
+    found = {}
+    for file in sorted(folder.iterdir(), key=lambda file: int(file.name.rpartition("-")[2])):
+        data = file.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            event, data = Event.FromString(data[12 : 12 + size]), data[16 + size :]
+            if event.HasField("session_log"):  # those from there on are void
+                for tag, curve in found.items():
+                    found[tag] = [point for point in curve if point[0] < event.step]
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return found
 
 
 def weights(folder):
@@ -56,11 +74,19 @@ def test_an_interrupted_run_continues_to_the_same_bits(tmp_path, dataset):
     states = final_state(run), final_state(tmp_path / "straight")
     jax.tree.map(np.testing.assert_array_equal, *states)
     assert [record["step"] for record in records(run)] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in points(run / "tensorboard")["loss"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_it_learns_and_its_export_loads(tmp_path, dataset):
     seen = []
     out = make_trainer(tmp_path / "run", dataset, seen.append, steps=60, eval_every=60).train()
+    for record in seen:
+        assert record["tokens_per_second"] > 0 and record["model_flops"] == seen[0]["model_flops"]
+        assert 0 <= record["input_wait"] < 1 and 0 <= record["checkpoint_wait"] < 1
+    curves = points(tmp_path / "run/tensorboard")
+    assert curves["loss"] == [(record["step"], np.float32(record["loss"])) for record in seen]
+    assert curves["tau"] == [(60, np.float32(seen[-1]["tau"]))]
+    assert [step for step, _ in curves["accuracy/1"]] == list(range(1, 61))
     assert seen[-1]["loss"] < 0.5 * seen[0]["loss"]
     assert seen[-1]["tau"] > 1.5
     config = tiny_config()
@@ -82,6 +108,7 @@ def test_metrics_are_read_while_the_next_step_runs(tmp_path, dataset, monkeypatc
             events.append("dispatch")
             return step(*inputs)
 
+        dispatch.trace = step.trace
         return dispatch
 
     monkeypatch.setattr(trainers, "make_step", recorded)
