@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from d3d_jax.commands import prune_report
 from d3d_jax.commands.evaluate import check_data, load_checked
 from d3d_jax.commands.prune_options import Prune
 from d3d_jax.commands.runtime import Bar, note, start_jax
+from d3d_jax.infer.measure_rounds import machine
 from d3d_jax.infer.placement import chosen_devices
 from d3d_jax.models.registry import resolve_model
 from d3d_jax.models.sharding import make_mesh
 from d3d_jax.train.config import load_config
 from d3d_jax.train.dataset import open_dataset
-from d3d_jax.train.pruning import PruneConfig, Pruning, Step
+from d3d_jax.train.pruning import Outcome, PruneConfig, Pruning, Step
+from d3d_jax.train.responses import write_atomic
 
 
 def run(options: Prune) -> None:
@@ -47,10 +51,26 @@ def run(options: Prune) -> None:
         )
         outcome = pruning.run()
     note(f"the pruned drafter, {outcome.exported} layers, is in {options.out / 'drafter'}")
+    console, report = Console(highlight=False), dataclasses.asdict(outcome)
+    if not options.json:
+        console.print(table(outcome.tau, outcome.steps))
+    if options.speed:
+        depths = _speeds(options, pruning, outcome)
+        report["depths"] = [dataclasses.asdict(depth) for depth in depths]
+        report["machine"] = machine()
+        write_atomic(options.out / "report.json", json.dumps(report, indent=2) + "\n")
+        prune_report.draw(depths, options.out / "depth.png")
+        if not options.json:
+            console.print(prune_report.table(depths))
     if options.json:
-        print(json.dumps(dataclasses.asdict(outcome)))
-    else:
-        Console(highlight=False).print(table(outcome.tau, outcome.steps))
+        print(json.dumps(report))
+
+
+def _speeds(options: Prune, pruning: Pruning, outcome: Outcome) -> list[prune_report.Depth]:
+    """What the unpruned drafter and that of every step are worth in decoding."""
+    drafters: dict[int, str | Path] = {pruning.drafter.model.num_hidden_layers: options.drafter}
+    drafters |= {step.depth: options.out / f"depth-{step.depth}/drafter" for step in outcome.steps}
+    return prune_report.measure(options.target, drafters, pruning.validation, options.speed)
 
 
 class _Progress:

@@ -32,6 +32,8 @@ class Prune:
       recovery: What recovery trains on: the unpruned drafter's distributions with a margin for the
         response's token, or as they are (plain); the responses alone; or no training.
       documents: How many validation responses τ is measured on, evenly spread; 0 for all.
+      speed: Afterwards decode so many validation prompts with the drafter of every step, time its
+        steps, and write depth against speed to report.json and depth.png.
       drafter_devices: Devices to use, as indices of jax.devices().
       fsdp: In recovery, devices that weights are split over beside the batch.
       tensor: Devices that heads, intermediate size and vocabulary are split over.
@@ -49,6 +51,7 @@ class Prune:
     by: Literal["tau", "kl", "even", "last"] = "tau"
     recovery: Literal["margin", "plain", "responses", "none"] = "margin"
     documents: int = 0
+    speed: Annotated[int, arg("PROMPTS")] = 0
     drafter_devices: Annotated[str | None, arg("I-J,K", "all")] = None
     fsdp: int = 1
     tensor: int = 1
@@ -57,7 +60,7 @@ class Prune:
 
     def __post_init__(self) -> None:
         at_least(1, layers=self.layers, fsdp=self.fsdp, tensor=self.tensor)
-        at_least(0, documents=self.documents)
+        at_least(0, documents=self.documents, speed=self.speed)
         if not 0 <= self.keep <= 1:
             raise D3DError(f"--keep must be between 0 and 1, found {self.keep}")
         device_indices("--drafter-devices", self.drafter_devices)
