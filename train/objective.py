@@ -4,7 +4,9 @@
 
 where w_i = exp(−(i − 1) / γ) and i is the predicted offset from the anchor (D3D paper, training
 section; γ as in DFlash). The denominators are those of the whole batch, so that micro-batches and
-devices only add. Pure functions.
+devices only add. With a teacher, block rows have KL(teacher ‖ drafter) instead
+(`train.distillation`).
+Pure functions.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from d3d_jax.config import Remat
 from d3d_jax.drafter import Drafter
 from d3d_jax.models import decoder
 from d3d_jax.train.cross_entropy import cross_entropy
+from d3d_jax.train.distillation import Teacher
 
 Batch = dict[str, jax.Array]
 
@@ -98,6 +101,8 @@ def drafter_loss(
     *,
     remat: Remat = "none",
     compute: Any = None,
+    teacher: Teacher | None = None,
+    gates: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """This batch's part of the objective.
 
@@ -106,6 +111,9 @@ def drafter_loss(
       denominators: Σ w of block rows and count of clean rows over the *whole* batch.
       ar_weight: λ.
       compute: type of activations; None: that of the embedding.
+      teacher: a fixed drafter, with arrays on devices: block rows learn its distributions instead
+        of their labels.
+      gates: [L] of `decoder.forward`.
 
     Returns:
       The loss, and sums for metrics: its two terms and, per predicted offset, hits and counts [W].
@@ -121,7 +129,9 @@ def drafter_loss(
     )
     anchors = jnp.take_along_axis(batch["tokens"], jnp.maximum(batch["anchors"], 0), axis=1)
     tokens = jnp.concatenate([batch["tokens"], anchors], axis=1)
-    hidden, _ = decoder.forward(drafter.model, params, tokens, layout, remat=remat, dtype=compute)
+    hidden, _ = decoder.forward(
+        drafter.model, params, tokens, layout, remat=remat, dtype=compute, gates=gates
+    )
 
     def rows(of_clean: jax.Array, of_blocks: jax.Array) -> jax.Array:
         return jnp.concatenate([of_clean, of_blocks.reshape(tokens.shape[0], -1)], axis=1)
@@ -130,8 +140,22 @@ def drafter_loss(
         labels.ar_weights * (ar_weight / denominators[1]), labels.block_weights / denominators[0]
     )
     row_labels = rows(labels.ar_labels, labels.block_labels)
-    total, loss, hit = cross_entropy(hidden, decoder.head_weight(params), row_labels, scaled)
-    clean = layout.clean_len
+    clean, head = layout.clean_len, decoder.head_weight(params)
+
+    def found(rows: slice, *fixed: Any) -> tuple[jax.Array, ...]:
+        parts = (x[:, rows] for x in (row_labels, scaled))
+        return cross_entropy(hidden[:, rows], head, *parts, *fixed)
+
+    if teacher is None:
+        total, loss, hit = found(slice(None))
+    else:
+        fixed, _ = decoder.forward(
+            teacher.drafter.model, teacher.params, tokens, layout, dtype=compute
+        )
+        fixed = fixed[:, clean:], decoder.head_weight(teacher.params)
+        of_both = found(slice(clean)), found(slice(clean, None), fixed, teacher.margin)
+        total = of_both[0][0] + of_both[1][0]
+        loss, hit = (jnp.concatenate([x[i] for x in of_both], axis=1) for i in (1, 2))
     ar = jnp.sum(loss[:, :clean] * labels.ar_weights) / denominators[1]
     block_loss = loss[:, clean:].reshape(labels.block_weights.shape)
     diffusion = jnp.sum(block_loss * labels.block_weights) / denominators[0]

@@ -21,6 +21,7 @@ from d3d_jax.drafter import Drafter, Params
 from d3d_jax.models import parameters, sharding
 from d3d_jax.train import objective
 from d3d_jax.train.config import TrainConfig
+from d3d_jax.train.distillation import Teacher
 
 State = dict[str, Any]
 
@@ -161,12 +162,12 @@ def make_step(
     optimizer: optax.GradientTransformation,
     shardings: State,
 ) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
-    """The train step `(state, frozen, index, batch, signals) → (state, metrics)`.
+    """The train step `(state, frozen, index, batch, signals, teacher) → (state, metrics)`.
 
     The batch's rows are processed in `micro_batches` parts whose gradients are summed in float32:
     the denominators are the whole batch's, so the result is that of one big batch on one device.
     `signals` [devices] int32 only comes back as its maximum: so all processes learn in the same
-    step that one of them is to stop.
+    step that one of them is to stop. With a teacher the drafter learns its distributions.
 
     Args:
       shardings: of the state (`state_shardings`); their mesh is what the step runs on.
@@ -179,6 +180,7 @@ def make_step(
         index: jax.Array | None,
         batch: objective.Batch,
         signals: jax.Array,
+        teacher: Teacher | None = None,
     ) -> tuple[State, dict[str, jax.Array]]:
         labels = objective.make_labels(
             batch,
@@ -199,6 +201,7 @@ def make_step(
                 config.ar_weight,
                 remat=config.remat,
                 compute=config.compute,
+                teacher=teacher,
             )
 
         gradient = jax.grad(loss, has_aux=True)

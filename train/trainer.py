@@ -27,6 +27,7 @@ from d3d_jax.models import parameters, sharding
 from d3d_jax.train.acceptance import OfflineAcceptance
 from d3d_jax.train.config import TrainConfig
 from d3d_jax.train.dataset import ResponseDataset
+from d3d_jax.train.distillation import Teacher
 from d3d_jax.train.gauges import Gauges
 from d3d_jax.train.guard import LossGuard
 from d3d_jax.train.packing import PackedBatches
@@ -91,6 +92,7 @@ class Trainer:
       run: the run's folder; an interrupted run in it is continued, on any mesh.
       report: called with the metrics of every step, for a progress display.
       mesh: of `sharding.make_mesh`; None: all devices, each with its own rows.
+      teacher: a drafter to learn the distributions of (stacked NumPy arrays); None: the responses.
     """
 
     drafter: Drafter
@@ -101,6 +103,7 @@ class Trainer:
     run: Path
     report: Report = lambda metrics: None
     mesh: Mesh | None = None
+    teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
         self.mesh = sharding.model_mesh(self.mesh or sharding.make_mesh(), self.drafter.model)
@@ -134,12 +137,17 @@ class Trainer:
 
     def _settings(self) -> dict[str, Any]:
         """A run folder belongs to one configuration, dataset and start: others would mix runs."""
+        taught = None
+        if self.teacher is not None:
+            own = split(self.teacher.drafter, self.teacher.params)[1]
+            taught = {"parameters": fingerprint(own), "margin": self.teacher.margin}
         return {
             "train": dataclasses.asdict(self.config),
             "model": dataclasses.asdict(self.drafter.model),
             "drafter": dataclasses.asdict(self.drafter.drafter),
             "data": {"documents": len(self.dataset), **self.dataset.manifest.to_json()},
             "initial_parameters": fingerprint(split(self.drafter, self.params)[1]),
+            "teacher": taught,
         }
 
     def train(self) -> Path:
@@ -159,7 +167,10 @@ class Trainer:
         shardings = state_shardings(optimizer, trained, self.mesh)
         state = initial_state(optimizer, trained, shardings)
         step = make_step(self.drafter, self.config, optimizer, shardings)
-        frozen = place(cast(frozen, self.config.compute), parameters.shardings(frozen, self.mesh))
+        frozen = self._placed(frozen)
+        teacher = None
+        if self.teacher is not None:
+            teacher = dataclasses.replace(self.teacher, params=self._placed(self.teacher.params))
         index = None if index is None else place(index, self._whole)
         with self._folder.checkpoints() as manager, _Stop() as stop, _others_alive():
             state = self._folder.restore(manager, state)
@@ -169,7 +180,7 @@ class Trainer:
             for number in range(loop.start + 1, self.config.steps + 1):
                 with gauges.waiting("input"):
                     batch = next(batches)
-                inputs = (frozen, index, *self._place_inputs(batch, stop.requested))
+                inputs = (frozen, index, *self._place_inputs(batch, stop.requested), teacher)
                 if not gauges.model_flops:
                     # What is computed a second time to save memory is no work of the model.
                     plain = dataclasses.replace(self.config, remat="none")
@@ -179,6 +190,11 @@ class Trainer:
                 state, metrics = step(state, *inputs)
                 loop.after(number, state, metrics)
         return self._export({**state["params"], **frozen})
+
+    def _placed(self, params: Params) -> Params:
+        """Parameters that are not trained."""
+        assert self.mesh is not None
+        return place(cast(params, self.config.compute), parameters.shardings(params, self.mesh))
 
     def _place_inputs(
         self, batch: dict[str, np.ndarray], signal_number: int

@@ -207,10 +207,14 @@ class Layer(nnx.Module):
         layout: PackedLayout,
         kv: LayerKV | None = None,
         length: jax.Array | None = None,
+        gate: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerKV | None]:
+        def add(x: jax.Array, branch: jax.Array) -> jax.Array:
+            return constrain(x + (branch if gate is None else branch * gate), "b..")
+
         attended, kv = self.attn(self.attn_norm(x), tables, layout, kv, length)
-        x = constrain(x + attended, "b..")
-        return constrain(x + self.mlp(self.mlp_norm(x)), "b.."), kv
+        x = add(x, attended)
+        return add(x, self.mlp(self.mlp_norm(x))), kv
 
 
 @functools.lru_cache
@@ -312,6 +316,7 @@ def forward(
     cache: None = None,
     *,
     remat: Remat = "none",
+    gates: jax.Array | None = None,
     dtype: Any = None,
 ) -> tuple[jax.Array, None]: ...
 
@@ -334,6 +339,7 @@ def forward(
     cache: KVCache | None = None,
     *,
     remat: Remat = "none",
+    gates: jax.Array | None = None,
     dtype: Any = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """The one forward pass: training, prefill, decoding, verification, drafts.
@@ -345,6 +351,8 @@ def forward(
         cache the clean rows are the keys.
       remat: what the backward pass recomputes instead of keeping it: nothing, each layer
         (`full`), or each layer but the products with its weights (`dots`).
+      gates: [L], what each stacked layer adds to the residual stream is multiplied by: 0 is the
+        model without that layer, for every choice of layers with one compiled function.
       dtype: of activations, and of the weights where they are used; None: the embedding's.
 
     Returns:
@@ -366,10 +374,12 @@ def forward(
         if cache is not None:
             raise ValueError("decoding with a cache takes per-layer parameters: call unstack first")
 
-        def body(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-            return _layer(config, layer)(x, tables, layout)[0], None
+        def body(x: jax.Array, part: tuple[Params, jax.Array | None]) -> tuple[jax.Array, None]:
+            layer, gate = part
+            return _layer(config, layer)(x, tables, layout, gate=gate)[0], None
 
-        x, _ = jax.lax.scan(_recomputed(body, remat), x, layers)
+        gates = None if gates is None else gates.astype(x.dtype)
+        x, _ = jax.lax.scan(_recomputed(body, remat), x, (layers, gates))
     return rms_norm(x, params["norm"], config.rms_norm_eps), cache
 
 

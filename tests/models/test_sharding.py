@@ -96,8 +96,8 @@ def test_data_parallel_passes_hold_no_collective():
 def test_fsdp_gathers_each_weight_where_it_is_used():
     mesh = sharding.model_mesh(sharding.make_mesh(jax.devices(), fsdp=8), CONFIG)
     found = collectives(compile_forward(CONFIG, mesh, stacked=True))
-    # Seven matrices in the body of the scan, and the head: never a whole stack. Of the embedding the
-    # rows are exchanged, for which each device is told all tokens.
+    # Seven matrices in the body of the scan, and the head: never a whole stack. Of the embedding
+    # the rows are exchanged, for which each device is told all tokens.
     assert found == {"all-gather": 9, "all-to-all": 1}
 
 
