@@ -125,7 +125,7 @@ def test_chunked_cross_entropy_is_the_dense_one_with_its_gradient():
         return -jnp.sum(weights * jnp.take_along_axis(log_p, labels[:, None], axis=1)[:, 0])
 
     def chunked(hidden, head):
-        return cross_entropy(hidden[None], head, labels[None], weights[None], 4)[0]
+        return cross_entropy(hidden[None], head, labels[None], weights[None], chunk=4)[0]
 
     expected = jax.value_and_grad(dense, argnums=(0, 1))(hidden, head)
     got = jax.value_and_grad(chunked, argnums=(0, 1))(hidden, head)
