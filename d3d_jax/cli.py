@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from d3d_jax.commands import check_options, options, respond_options
+from d3d_jax.commands import check_options, options, prune_options, respond_options
 from d3d_jax.errors import D3DError
 
 # Subcommand → what it takes and the module whose `run` does it.
@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "respond": (respond_options.Respond, "d3d_jax.commands.respond"),
     "init-drafter": (options.InitDrafter, "d3d_jax.commands.init_drafter"),
     "train": (options.Train, "d3d_jax.commands.train"),
+    "prune": (prune_options.Prune, "d3d_jax.commands.prune"),
     "evaluate": (options.Evaluate, "d3d_jax.commands.evaluate"),
     "calibrate": (options.Calibrate, "d3d_jax.commands.calibrate"),
     "compile-check": (check_options.CompileCheck, "d3d_jax.commands.compile_check"),

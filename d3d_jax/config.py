@@ -175,6 +175,8 @@ class DrafterConfig:
       num_anchors: K, anchors sampled per response in training; 0 for an untrained drafter.
       calibration: temperatures that make its probabilities at offsets 1, 2, … W − 1 + shift match
         how often they come true (`d3d calibrate`); None where it has not been calibrated.
+      pruned_layers: layers that pruning removed, in the order in which they went, by their indices
+        in the drafter before any pruning (`d3d prune`).
     """
 
     block_size: int
@@ -189,6 +191,7 @@ class DrafterConfig:
     draft_vocab_size: int | None
     num_anchors: int = 0
     calibration: tuple[float, ...] | None = None
+    pruned_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("block_size", "mask_token_id", "label_shift", "num_anchors"):

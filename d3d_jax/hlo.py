@@ -52,31 +52,35 @@ class Collective:
       bytes: of all arrays it gives, on one device.
       times: how often a run of the program executes it. A loop of unknown length counts once, and
         every branch of a conditional as if it were taken.
+      types: of the arrays, sorted, such as ("bf16", "f32").
     """
 
     kind: str
     elements: int
     bytes: int
     times: int
+    types: tuple[str, ...]
 
 
 def find_collectives(text: str) -> list[Collective]:
     """The collectives in the text of a compiled program (`compiled.as_text()`)."""
     entry, computations = _computations(text.splitlines())
     times = _times(entry, computations)
-    found: dict[str, Collective] = {}
+    found: dict[Any, Collective] = {}
     for name, lines in computations.items():
         for number, line in enumerate(lines):
             if match := _COLLECTIVE.search(line):
                 channel = _CHANNEL.search(line)
-                # TPUs hide one behind several fusions, each of which names it with its channel.
-                key = f"channel {channel[1]}" if channel else f"{name} {number}"
                 kind, result, start = match[2], match[1], match[3] is not None
                 fused = _RESULT.search(_instructions(lines)[1])
                 if name.startswith("all-reduce-scatter") and fused:
                     # How TPUs write one: the whole sum, of which a fusion keeps this device's part.
                     kind, result = "reduce-scatter", fused[1]
-                found.setdefault(key, _collective(kind, result, start, times[name]))
+                one = _collective(kind, result, start, times[name])
+                # TPUs hide one behind several fusions, each of which names it with its channel;
+                # on CPU all those of a `shard_map` have the same.
+                key = (channel[1], kind, one.elements) if channel else (name, number)
+                found.setdefault(key, one)
     return list(found.values())
 
 
@@ -95,7 +99,7 @@ def largest_result(compiled: Any, kind: str) -> int:
 def _collective(kind: str, result: str, start: bool, times: int) -> Collective:
     """A collective whose result is of a type such as `(f32[2,3]{1,0}, u32[])`."""
     arrays = [
-        (math.prod(int(n) for n in shape.split(",") if n), _bits(letters, digits))
+        (math.prod(int(n) for n in shape.split(",") if n), letters, digits)
         for letters, digits, shape in _ARRAY.findall(result)
     ]
     if start and kind != "all-reduce":
@@ -104,9 +108,10 @@ def _collective(kind: str, result: str, start: bool, times: int) -> Collective:
         arrays = arrays[len(arrays) // 2 :]
     return Collective(
         kind,
-        max(elements for elements, _ in arrays),
-        sum(-(-elements * bits // 8) for elements, bits in arrays),
+        max(elements for elements, *_ in arrays),
+        sum(-(-elements * _bits(*kind) // 8) for elements, *kind in arrays),
         times,
+        tuple(sorted({letters + digits for _, letters, digits in arrays})),
     )
 
 

@@ -22,6 +22,17 @@ from d3d_jax.errors import D3DError
 # GiB of HBM on a chip: the GB of TPUs are GiB, those of GPUs are not.
 TPU_HBM = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
 H200_HBM = 141e9 / 2**30
+# bfloat16 FLOP/s of a device, dense, by `jax.Device.device_kind`, as the makers state them; a chip
+# of tpu7x is two devices.
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU7x": 2307e12 / 2,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
 _NODE = 8
 # libtpu looks for the TPUs of this machine otherwise, which takes minutes and ends with warnings.
 _NO_TPU_HERE = {

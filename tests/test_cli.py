@@ -161,6 +161,11 @@ def test_respond_init_train_evaluate(models, responses, tmp_path, capsys):
     assert cli.main(["init-drafter", *target, *bare]) == 0
     raw = json.loads((tmp_path / "raw/config.json").read_text())
     assert raw["num_hidden_layers"] == 2 and raw["d3d"]["source_layers"] == []
+    less = ["--config", str(models / "config.yaml"), "--drafter", str(tmp_path / "raw")]
+    less += ["--keep", "0", "--by", "last", "--recovery", "none", "--out", str(tmp_path / "less")]
+    assert cli.main(["prune", *target, *data, *less]) == 0
+    pruned = json.loads((tmp_path / "less/drafter/config.json").read_text())
+    assert pruned["num_hidden_layers"] == 1 and pruned["d3d"]["pruned_layers"] == [1]
 
     settings = ["--config", str(models / "config.yaml"), "--drafter", str(first)]
     settings += ["--drafter-devices", "0-1", "--tensor", "2", "steps=4"]

@@ -8,7 +8,10 @@ import pytest
 
 from d3d_jax import cli, compiled, presets, topologies
 from d3d_jax.commands import compile_check
+from d3d_jax.commands.check_options import CompileCheck
 from d3d_jax.errors import D3DError
+from d3d_jax.hlo import find_collectives
+from d3d_jax.kernels.interval_attention import compiling_for
 from tests.tiny_models import tiny_config
 
 TINY = "tiny/model"
@@ -175,3 +178,23 @@ def test_tiny_programs_through_the_tpu_compiler(what, tiny, capsys):
         # Two a layer, the embedding's, and two of the choice of a token.
         assert found["target verify"]["collectives"]["all-reduce"]["count"] == 2 * 3 + 3
         assert found["drafter draft"]["collectives"] == {}
+
+
+@pytest.mark.tpu_compiler
+def test_the_tpu_compiler_sums_gradients_in_float32(tiny):
+    pytest.importorskip("libtpu", reason="needs the TPU compiler: make compile-tpu")
+    options = CompileCheck(target=TINY, topology="v5e:2x2", fsdp=4, block_size=4, overrides=SIZES)
+    topology = topologies.find(options.topology)
+    target = presets.preset(options.target)
+    (program,) = compile_check._programs(options, target, compile_check._drafter(options), topology)
+    with compiling_for(topology.platform):
+        found = find_collectives(program.traced.lower().compile().as_text())
+    sums = [one for one in found if one.kind in ("all-reduce", "reduce-scatter")]
+    assert {kind for one in sums for kind in one.types} <= {"f32", "s32"}
+    # Neither the head's gradient nor the embedding's is ever whole on a device.
+    table = target.vocab_size * target.hidden_size
+    assert any(one.kind == "reduce-scatter" and one.elements == table // 4 for one in sums)
+    assert max(one.elements for one in sums if one.kind == "all-reduce") < table
+    # What is gathered of weights goes in bfloat16.
+    gathered = [one for one in found if one.kind == "all-gather"]
+    assert {kind for one in gathered for kind in one.types} <= {"bf16", "s32"}

@@ -63,12 +63,18 @@ ENTRY %main (p: f32[4,128]) -> f32[4,128] {
 
 def test_collectives_of_a_tpu_program_are_counted_as_often_as_they_run():
     assert sorted(find_collectives(TPU), key=lambda found: found.kind) == [
-        Collective("all-gather", elements=512, bytes=1024, times=1),
-        Collective("all-reduce", elements=3, bytes=4 + 3, times=1),
+        Collective("all-gather", elements=512, bytes=1024, times=1, types=("bf16",)),
+        Collective("all-reduce", elements=3, bytes=4 + 3, times=1, types=("f32", "pred")),
         # From 0 up to 7 in steps of two: four turns.
-        Collective("collective-permute", elements=512, bytes=2048, times=4),
-        Collective("reduce-scatter", elements=64, bytes=128, times=1),
+        Collective("collective-permute", elements=512, bytes=2048, times=4, types=("f32",)),
+        Collective("reduce-scatter", elements=64, bytes=128, times=1, types=("bf16",)),
     ]
+
+
+def test_a_channel_that_several_share_hides_none_of_them():
+    other = "%gathered = bf16[8,128]{1,0} all-gather(%b), channel_id=9, dimensions={1}"
+    found = find_collectives(TPU.replace("  ROOT %result", f"  {other}\n  ROOT %result"))
+    assert len(found) == 5 and max(one.elements for one in found) == 1024
 
 
 @pytest.mark.parametrize(
@@ -109,7 +115,7 @@ def test_a_scan_of_a_compiled_program_multiplies_collectives_and_flops():
     split = jax.shard_map(step, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
     traced = jax.jit(split).trace(jnp.ones((4, 8)), jnp.ones((8, 8)))
     (found,) = find_collectives(traced.lower().compile().as_text())
-    assert found == Collective("all-reduce", elements=32, bytes=128, times=5)
+    assert found == Collective("all-reduce", elements=32, bytes=128, times=5, types=("f32",))
     # Both devices do all of it.
     assert flops.count(traced.jaxpr) == 2 * 5 * (2 * 4 * 8 * 8)
 

@@ -125,12 +125,21 @@ class OfflineAcceptance:
             read, whole = sharding.on_mesh(mesh, read), NamedSharding(mesh, PartitionSpec())
         self._read = jax.jit(read, static_argnames=("block_size", "count"), out_shardings=whole)
 
-    def measure(self, params: Params) -> Acceptance:
-        """Walks every chosen document. `params` are stacked or per-layer device arrays."""
-        return self.observe(params)[0]
+    def measure(self, params: Params, gates: np.ndarray | None = None) -> Acceptance:
+        """Walks every chosen document.
+
+        Args:
+          params: stacked or per-layer device arrays.
+          gates: [L] float32 for stacked ones, of `decoder.forward`: layers to leave out.
+        """
+        return self.observe(params, gates=gates)[0]
 
     def observe(
-        self, params: Params, num_candidates: int = 1, temperatures: np.ndarray | None = None
+        self,
+        params: Params,
+        num_candidates: int = 1,
+        temperatures: np.ndarray | None = None,
+        gates: np.ndarray | None = None,
     ) -> tuple[Acceptance, Rounds]:
         """Walks every chosen document and records what the drafter said at every round.
 
@@ -150,7 +159,7 @@ class OfflineAcceptance:
         documents = [self.dataset[int(index)] for index in self.indices]
         found = Rounds.join(
             [
-                self._rounds(params, number, document, num_candidates, temperatures)
+                self._rounds(params, gates, number, document, num_candidates, temperatures)
                 for number, document in enumerate(documents)
             ]
         )
@@ -168,6 +177,7 @@ class OfflineAcceptance:
     def _rounds(
         self,
         params: Params,
+        gates: np.ndarray | None,
         number: int,
         document: dict[str, Any],
         num_candidates: int,
@@ -190,6 +200,7 @@ class OfflineAcceptance:
             slots,
             labels,
             temperatures.astype(np.float32),
+            gates,
             block_size=self.width,
             count=num_candidates,
         )
@@ -229,6 +240,7 @@ def read_blocks(
     anchors: jax.Array,
     labels: jax.Array,
     temperatures: jax.Array,
+    gates: jax.Array | None,
     *,
     block_size: int,
     count: int,
@@ -240,6 +252,7 @@ def read_blocks(
       anchors: [A] key indices, −1 where unused; A is a multiple of `ANCHORS`.
       labels: [A, P] what the target says at the offsets predicted, −1 where that is unknown.
       temperatures: [G, P].
+      gates: [L] of `decoder.forward`, or None.
       block_size: W.
       count: M.
     """
@@ -252,7 +265,7 @@ def read_blocks(
         in_block=drafter.drafter.in_block,
     )
     rows = jnp.concatenate([tokens, tokens[jnp.maximum(anchors, 0)]])[None]
-    hidden, _ = decoder.forward(drafter.model, params, rows, layout)
+    hidden, _ = decoder.forward(drafter.model, params, rows, layout, gates=gates)
     blocks = hidden[0, tokens.shape[0] :].reshape(-1, ANCHORS, block_size, hidden.shape[-1])
     vocabulary = params.get("draft_vocab", jnp.arange(drafter.model.vocab_size))
 

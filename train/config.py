@@ -120,15 +120,14 @@ def load_config(name_or_path: str, overrides: tuple[str, ...] = ()) -> TrainConf
     """
     import yaml
 
-    path = Path(name_or_path)
-    if not path.suffix:
-        path = CONFIGS / f"{name_or_path}.yaml"
+    shipped = CONFIGS / f"{name_or_path}.yaml"
+    path = shipped if shipped.is_file() else Path(name_or_path)
     try:
         values: dict[str, Any] = yaml.safe_load(path.read_text())
     except FileNotFoundError:
-        shipped = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml")))
+        names = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml")))
         raise D3DError(
-            f"no training config {name_or_path!r}; give a YAML file or one of: {shipped}"
+            f"no training config {name_or_path!r}; give a YAML file or one of: {names}"
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise D3DError(f"training config {path} cannot be read: {error}") from None

@@ -4,13 +4,16 @@
 
 where w_i = exp(−(i − 1) / γ) and i is the predicted offset from the anchor (D3D paper, training
 section; γ as in DFlash). The denominators are those of the whole batch, so that micro-batches and
-devices only add. Pure functions.
+devices only add. With a teacher, block rows have KL(teacher ‖ drafter) instead
+(`train.distillation`).
+Pure functions.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +22,9 @@ from d3d_jax import layout as layouts
 from d3d_jax.config import Remat
 from d3d_jax.drafter import Drafter
 from d3d_jax.models import decoder
-from d3d_jax.models.sharding import constrain
+from d3d_jax.train.cross_entropy import cross_entropy
+from d3d_jax.train.distillation import Teacher
 
-# Rows of a sequence whose logits exist at once: 1024 × 151,936 float32 is 0.6 GB.
-LOSS_CHUNK = 1024
 Batch = dict[str, jax.Array]
 
 
@@ -89,48 +91,6 @@ def make_labels(
     return Labels(jnp.maximum(labels, 0), weights, jnp.maximum(next_tokens, 0), ar_weights)
 
 
-def cross_entropy(
-    hidden: jax.Array, head: jax.Array, labels: jax.Array, chunk: int = LOSS_CHUNK
-) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy of rows without ever holding all their logits.
-
-    Chunks run along T and keep B, so that a batch sharded over devices stays sharded; of a split
-    vocabulary each device has its own part of the logits, and only sums over them are exchanged.
-
-    Args:
-      hidden: [B, T, D]. head: [V, D]. labels: [B, T] int32.
-      chunk: rows of T whose logits exist at once.
-
-    Returns:
-      CE [B, T] float32 and whether the likeliest token is the label [B, T].
-    """
-    batch, rows, dim = hidden.shape
-    count = -(-rows // chunk)
-    chunk = -(-rows // count)
-    pad = ((0, 0), (0, count * chunk - rows))
-    hidden = jnp.pad(hidden, (*pad, (0, 0))).reshape(batch, count, chunk, dim).swapaxes(0, 1)
-    labels = jnp.pad(labels, pad).reshape(batch, count, chunk).swapaxes(0, 1)
-    # Once for all chunks: a hidden size split over fsdp is gathered here and not in the loop.
-    head = constrain(head, "v.")
-    vocabulary = jnp.arange(head.shape[0])
-
-    @jax.checkpoint
-    def one(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits = decoder.linear(constrain(part[0], "b.."), head, jnp.float32)
-        logits = constrain(logits, "b.v")
-        # A sum, because to look up one of a split axis every device would need all of it.
-        is_label = vocabulary == part[1][..., None]
-        label = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-        return jax.nn.logsumexp(logits, axis=-1) - label, decoder.likeliest(logits) == part[1]
-
-    loss, hit = jax.lax.map(one, (hidden, labels))
-
-    def join(x: jax.Array) -> jax.Array:
-        return x.swapaxes(0, 1).reshape(batch, -1)[:, :rows]
-
-    return join(loss), join(hit)
-
-
 def drafter_loss(
     drafter: Drafter,
     params: decoder.Params,
@@ -140,6 +100,9 @@ def drafter_loss(
     ar_weight: float,
     *,
     remat: Remat = "none",
+    compute: Any = None,
+    teacher: Teacher | None = None,
+    gates: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """This batch's part of the objective.
 
@@ -147,9 +110,14 @@ def drafter_loss(
       batch: tokens, positions, starts [B, S] and anchors [B, A] of `train.packing`.
       denominators: Σ w of block rows and count of clean rows over the *whole* batch.
       ar_weight: λ.
+      compute: type of activations; None: that of the embedding.
+      teacher: a fixed drafter, with arrays on devices: block rows learn its distributions instead
+        of their labels.
+      gates: [L] of `decoder.forward`.
 
     Returns:
       The loss, and sums for metrics: its two terms and, per predicted offset, hits and counts [W].
+      Only the loss has a gradient.
     """
     config = drafter.drafter
     layout = layouts.packed_documents(
@@ -161,12 +129,33 @@ def drafter_loss(
     )
     anchors = jnp.take_along_axis(batch["tokens"], jnp.maximum(batch["anchors"], 0), axis=1)
     tokens = jnp.concatenate([batch["tokens"], anchors], axis=1)
-    hidden, _ = decoder.forward(drafter.model, params, tokens, layout, remat=remat)
-    row_labels = jnp.concatenate(
-        [labels.ar_labels, labels.block_labels.reshape(tokens.shape[0], -1)], axis=1
+    hidden, _ = decoder.forward(
+        drafter.model, params, tokens, layout, remat=remat, dtype=compute, gates=gates
     )
-    loss, hit = cross_entropy(hidden, decoder.head_weight(params), row_labels)
-    clean = layout.clean_len
+
+    def rows(of_clean: jax.Array, of_blocks: jax.Array) -> jax.Array:
+        return jnp.concatenate([of_clean, of_blocks.reshape(tokens.shape[0], -1)], axis=1)
+
+    scaled = rows(
+        labels.ar_weights * (ar_weight / denominators[1]), labels.block_weights / denominators[0]
+    )
+    row_labels = rows(labels.ar_labels, labels.block_labels)
+    clean, head = layout.clean_len, decoder.head_weight(params)
+
+    def found(rows: slice, *fixed: Any) -> tuple[jax.Array, ...]:
+        parts = (x[:, rows] for x in (row_labels, scaled))
+        return cross_entropy(hidden[:, rows], head, *parts, *fixed)
+
+    if teacher is None:
+        total, loss, hit = found(slice(None))
+    else:
+        fixed, _ = decoder.forward(
+            teacher.drafter.model, teacher.params, tokens, layout, dtype=compute
+        )
+        fixed = fixed[:, clean:], decoder.head_weight(teacher.params)
+        of_both = found(slice(clean)), found(slice(clean, None), fixed, teacher.margin)
+        total = of_both[0][0] + of_both[1][0]
+        loss, hit = (jnp.concatenate([x[i] for x in of_both], axis=1) for i in (1, 2))
     ar = jnp.sum(loss[:, :clean] * labels.ar_weights) / denominators[1]
     block_loss = loss[:, clean:].reshape(labels.block_weights.shape)
     diffusion = jnp.sum(block_loss * labels.block_weights) / denominators[0]
@@ -178,7 +167,7 @@ def drafter_loss(
         "hits": jnp.sum(block_hit, axis=(0, 1)),
         "counts": jnp.sum(counted, axis=(0, 1)),
     }
-    return diffusion + ar_weight * ar, metrics
+    return total, metrics
 
 
 def denominators(labels: Labels) -> tuple[jax.Array, jax.Array]:

@@ -2,6 +2,7 @@
 
     config.json      what the run was started with; another run is refused
     metrics.jsonl    a line a step
+    tensorboard/     the same figures as curves
     checkpoints/     the newest, and the one with the best τ
     diverged/        the state in which a run was given up
 
@@ -16,11 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import absl.logging
+import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from d3d_jax.errors import D3DError, LostProcessError
 from d3d_jax.processes import first_does, is_first
+from d3d_jax.train.curves import Curves
 from d3d_jax.train.responses import write_atomic
 from d3d_jax.train.step import State
 
@@ -39,6 +43,7 @@ class RunFolder:
     def __init__(self, path: Path, settings: dict[str, Any], keep: int) -> None:
         self.path, self._keep = path, keep
         self._metrics = path / "metrics.jsonl"
+        self._curves: Curves | None = None
         file, text = path / "config.json", json.dumps(settings, indent=2) + "\n"
 
         def write() -> None:
@@ -71,20 +76,58 @@ class RunFolder:
             best_fn=_tau, preservation_policy=managers.AnyPreservationPolicy(policies)
         )
         manager = ocp.CheckpointManager((self.path / "checkpoints").absolute(), options=options)
+        # Orbax logs with a traceback what it then raises.
+        loud = absl.logging.get_verbosity()
+        absl.logging.set_verbosity(absl.logging.FATAL)
         try:
             yield manager
         except LostProcessError:
             raise  # closing would wait for that process
         except BaseException:
-            manager.close()
+            # What ended the run is said, and not what else went wrong in the background.
+            with contextlib.suppress(D3DError), self._writing():
+                manager.close()
             raise
-        manager.close()
+        else:
+            with self._writing():
+                manager.close()
+        finally:
+            absl.logging.set_verbosity(loud)
 
     def save(
-        self, manager: ocp.CheckpointManager, number: int, state: State, tau: float | None
+        self,
+        manager: ocp.CheckpointManager,
+        number: int,
+        state: State,
+        tau: float | None,
+        wait: bool = False,
     ) -> None:
-        """Begins to write the state after a step; returns when the state may be given away."""
-        manager.save(number, args=ocp.args.StandardSave(state), metrics={"tau": tau or 0.0})
+        """Begins to write the state after a step; returns when the state may be given away.
+
+        Args:
+          wait: return when it is written.
+
+        Raises:
+          D3DError: it cannot be written, or the one before could not; those there are whole.
+        """
+        with self._writing():
+            manager.save(number, args=ocp.args.StandardSave(state), metrics={"tau": tau or 0.0})
+            if wait:
+                manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except jax.errors.JaxRuntimeError:
+            raise  # of devices and processes, not of files
+        except (OSError, RuntimeError, ValueError) as error:
+            # The storage library gives what the system said at the end, then its own places.
+            reason = str(error).rpartition(": ")[2].partition(" [")[0]
+            raise D3DError(
+                f"no checkpoint can be written to {self.path / 'checkpoints'} ({reason}); those in "
+                "it are whole: when there is room the same command continues from the last"
+            ) from error
 
     def restore(self, manager: ocp.CheckpointManager, like: State) -> State:
         """The state of the newest checkpoint, placed as `like` is, or `like` where there is none.
@@ -106,7 +149,7 @@ class RunFolder:
     def save_diverged(self, number: int, state: State) -> Path:
         """Writes a state to look at, apart from those that a run continues from."""
         path = self.path / "diverged" / str(number)
-        with ocp.StandardCheckpointer() as checkpointer:
+        with self._writing(), ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(path.absolute(), state, force=True)
         return path
 
@@ -122,10 +165,24 @@ class RunFolder:
         return records
 
     def log(self, record: dict[str, Any]) -> None:
-        """Adds a step's line."""
-        if is_first():
+        """Adds a step's line, and its points to the curves.
+
+        Raises:
+          D3DError: they cannot be written.
+        """
+        if not is_first():
+            return
+        try:
             with self._metrics.open("a") as file:
                 file.write(json.dumps(record) + "\n")
+            if self._curves is None:
+                self._curves = Curves(self.path / "tensorboard", record["step"])
+            self._curves.add(record)
+        except OSError as error:
+            raise D3DError(
+                f"cannot write the metrics in {self.path} ({error.strerror}); the same command "
+                "continues from the last checkpoint"
+            ) from error
 
 
 def _tau(metrics: dict[str, float]) -> float:

@@ -7,6 +7,7 @@ Parameters, float32 master weights and the optimizer's moments alike are split b
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from d3d_jax.drafter import Drafter, Params
 from d3d_jax.models import parameters, sharding
 from d3d_jax.train import objective
 from d3d_jax.train.config import TrainConfig
+from d3d_jax.train.distillation import Teacher
 
 State = dict[str, Any]
 
@@ -80,13 +82,44 @@ def cast(params: Params, dtype: Any) -> Params:
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """Host arrays on their devices; every process gives its own devices what they hold."""
+    """Arrays on their devices; every process gives its own devices what they hold.
+
+    Arrays of the host are copied; those that lie on the devices are the same ones.
+    """
 
     def one(leaf: Any, where: NamedSharding) -> jax.Array:
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(leaf, where)
         leaf = np.asarray(leaf)
         return jax.make_array_from_callback(leaf.shape, where, leaf.__getitem__)
 
     return jax.tree.map(one, tree, shardings)
+
+
+def fingerprint(params: Params) -> str:
+    """A digest of weights, the same however they are split over devices and processes.
+
+    Sums modulo 2³², which no order changes, of each number's bits mixed with its place.
+    """
+
+    def one(leaf: jax.Array, seed: int) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
+        place = jnp.uint32(seed)
+        for axis, size in enumerate(leaf.shape):
+            index = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+            place = place * jnp.uint32(size % 2**32) + index
+        mixed = bits ^ (place * jnp.uint32(0x9E3779B1))
+        # The finaliser of MurmurHash3.
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+        return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
+
+    @jax.jit
+    def sums(leaves: list[Any]) -> jax.Array:
+        return jnp.stack([one(leaf, seed) for seed in range(4) for leaf in leaves])
+
+    found = np.asarray(sums(jax.tree.leaves(params)))
+    return hashlib.blake2b(found.tobytes(), digest_size=16).hexdigest()
 
 
 def state_shardings(
@@ -129,12 +162,12 @@ def make_step(
     optimizer: optax.GradientTransformation,
     shardings: State,
 ) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
-    """The train step `(state, frozen, index, batch, signals) → (state, metrics)`.
+    """The train step `(state, frozen, index, batch, signals, teacher) → (state, metrics)`.
 
     The batch's rows are processed in `micro_batches` parts whose gradients are summed in float32:
     the denominators are the whole batch's, so the result is that of one big batch on one device.
     `signals` [devices] int32 only comes back as its maximum: so all processes learn in the same
-    step that one of them is to stop.
+    step that one of them is to stop. With a teacher the drafter learns its distributions.
 
     Args:
       shardings: of the state (`state_shardings`); their mesh is what the step runs on.
@@ -147,6 +180,7 @@ def make_step(
         index: jax.Array | None,
         batch: objective.Batch,
         signals: jax.Array,
+        teacher: Teacher | None = None,
     ) -> tuple[State, dict[str, jax.Array]]:
         labels = objective.make_labels(
             batch,
@@ -160,12 +194,14 @@ def make_step(
         def loss(params: Params, batch: objective.Batch, labels: objective.Labels):
             return objective.drafter_loss(
                 drafter,
-                {**cast(params, config.compute), **frozen},
+                {**params, **frozen},
                 batch,
                 labels,
                 denominators,
                 config.ar_weight,
                 remat=config.remat,
+                compute=config.compute,
+                teacher=teacher,
             )
 
         gradient = jax.grad(loss, has_aux=True)

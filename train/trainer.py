@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -21,12 +20,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from d3d_jax import flops
 from d3d_jax.drafter import Drafter, Params, save_drafter
 from d3d_jax.errors import D3DError, LostProcessError, StoppedError
 from d3d_jax.models import parameters, sharding
 from d3d_jax.train.acceptance import OfflineAcceptance
 from d3d_jax.train.config import TrainConfig
 from d3d_jax.train.dataset import ResponseDataset
+from d3d_jax.train.distillation import Teacher
+from d3d_jax.train.gauges import Gauges
 from d3d_jax.train.guard import LossGuard
 from d3d_jax.train.packing import PackedBatches
 from d3d_jax.train.run_folder import RunFolder
@@ -34,6 +36,7 @@ from d3d_jax.train.step import (
     State,
     cast,
     draft_index,
+    fingerprint,
     initial_state,
     make_optimizer,
     make_step,
@@ -83,11 +86,13 @@ class Trainer:
     """Trains a drafter in a run folder (`train.run_folder`) and exports it to its `drafter/`.
 
     Attributes:
-      drafter, params: from `drafter.init_drafter` or `read_drafter` (stacked NumPy arrays).
+      drafter, params: from `drafter.init_drafter` or `read_drafter`, stacked: NumPy arrays, or
+        arrays on the mesh, which the run takes over.
       dataset, validation: opened splits of one dataset.
       run: the run's folder; an interrupted run in it is continued, on any mesh.
       report: called with the metrics of every step, for a progress display.
       mesh: of `sharding.make_mesh`; None: all devices, each with its own rows.
+      teacher: a drafter to learn the distributions of (stacked NumPy arrays); None: the responses.
     """
 
     drafter: Drafter
@@ -98,6 +103,7 @@ class Trainer:
     run: Path
     report: Report = lambda metrics: None
     mesh: Mesh | None = None
+    teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
         self.mesh = sharding.model_mesh(self.mesh or sharding.make_mesh(), self.drafter.model)
@@ -131,15 +137,17 @@ class Trainer:
 
     def _settings(self) -> dict[str, Any]:
         """A run folder belongs to one configuration, dataset and start: others would mix runs."""
-        digest = hashlib.blake2b(digest_size=16)
-        for leaf in jax.tree.leaves(split(self.drafter, self.params)[1]):
-            digest.update(np.ascontiguousarray(leaf).tobytes())
+        taught = None
+        if self.teacher is not None:
+            own = split(self.teacher.drafter, self.teacher.params)[1]
+            taught = {"parameters": fingerprint(own), "margin": self.teacher.margin}
         return {
             "train": dataclasses.asdict(self.config),
             "model": dataclasses.asdict(self.drafter.model),
             "drafter": dataclasses.asdict(self.drafter.drafter),
             "data": {"documents": len(self.dataset), **self.dataset.manifest.to_json()},
-            "initial_parameters": digest.hexdigest(),
+            "initial_parameters": fingerprint(split(self.drafter, self.params)[1]),
+            "teacher": taught,
         }
 
     def train(self) -> Path:
@@ -159,18 +167,34 @@ class Trainer:
         shardings = state_shardings(optimizer, trained, self.mesh)
         state = initial_state(optimizer, trained, shardings)
         step = make_step(self.drafter, self.config, optimizer, shardings)
-        frozen = place(cast(frozen, self.config.compute), parameters.shardings(frozen, self.mesh))
+        frozen = self._placed(frozen)
+        teacher = None
+        if self.teacher is not None:
+            teacher = dataclasses.replace(self.teacher, params=self._placed(self.teacher.params))
         index = None if index is None else place(index, self._whole)
         with self._folder.checkpoints() as manager, _Stop() as stop, _others_alive():
             state = self._folder.restore(manager, state)
-            loop = _Loop(self, manager, frozen, start=int(state["step"]))
-            remaining = range(loop.start + 1, self.config.steps + 1)
+            gauges = Gauges(self.mesh.devices.flatten().tolist(), self.config.compute)
+            loop = _Loop(self, manager, frozen, gauges, start=int(state["step"]))
             batches = self._batches.iterate(loop.start)
-            for number, batch in zip(remaining, batches, strict=False):
-                inputs = self._place_inputs(batch, stop.requested)
-                state, metrics = step(state, frozen, index, *inputs)
+            for number in range(loop.start + 1, self.config.steps + 1):
+                with gauges.waiting("input"):
+                    batch = next(batches)
+                inputs = (frozen, index, *self._place_inputs(batch, stop.requested), teacher)
+                if not gauges.model_flops:
+                    # What is computed a second time to save memory is no work of the model.
+                    plain = dataclasses.replace(self.config, remat="none")
+                    same = plain == self.config
+                    once = step if same else make_step(self.drafter, plain, optimizer, shardings)
+                    gauges.model_flops = flops.count(once.trace(state, *inputs).jaxpr)
+                state, metrics = step(state, *inputs)
                 loop.after(number, state, metrics)
         return self._export({**state["params"], **frozen})
+
+    def _placed(self, params: Params) -> Params:
+        """Parameters that are not trained."""
+        assert self.mesh is not None
+        return place(cast(params, self.config.compute), parameters.shardings(params, self.mesh))
 
     def _place_inputs(
         self, batch: dict[str, np.ndarray], signal_number: int
@@ -209,9 +233,14 @@ class _Loop:
     """
 
     def __init__(
-        self, trainer: Trainer, manager: ocp.CheckpointManager, frozen: Params, start: int
+        self,
+        trainer: Trainer,
+        manager: ocp.CheckpointManager,
+        frozen: Params,
+        gauges: Gauges,
+        start: int,
     ) -> None:
-        self.start = start
+        self.start, self._gauges = start, gauges
         self._trainer, self._config, self._folder = trainer, trainer.config, trainer._folder
         self._manager, self._frozen = manager, frozen
         self._acceptance = OfflineAcceptance(
@@ -242,9 +271,10 @@ class _Loop:
             params = cast(state["params"], self._config.compute)
             record |= self._acceptance.measure({**params, **self._frozen}).summary()
         signalled = self._log(record) or signalled
-        self._folder.save(self._manager, number, state, record.get("tau"))
-        if signalled and not done:
-            self._manager.wait_until_finished()
+        with self._gauges.waiting("checkpoint"):
+            ends = bool(signalled) and not done
+            self._folder.save(self._manager, number, state, record.get("tau"), wait=ends)
+        if ends:
             raise StoppedError(
                 f"stopped by {signal.Signals(signalled).name} at step {number}; saved: the same "
                 "command continues",
@@ -271,7 +301,7 @@ class _Loop:
             **{name: float(host[name]) for name in ("loss", "diffusion", "ar", "grad_norm")},
             "accuracy": [round(float(a), 4) for a in accuracy],
             "epoch": round(self._trainer._batches.epoch_at(number), 3),
-            "tokens_per_second": round(float(host["tokens"]) / (now - before), 1),
+            **self._gauges.read(float(host["tokens"]), now - before),
             "signal": int(host["signal"]),
         }
 

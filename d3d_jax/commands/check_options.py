@@ -45,7 +45,7 @@ class CompileCheck:
     drafter: Annotated[str | None, arg("MODEL", "the target")] = None
     drafter_layers: Annotated[int | None, arg("N", "all")] = None
     block_size: int = 16
-    config: Annotated[str, arg("NAME|FILE")] = "paper"
+    config: Annotated[str, arg("NAME|FILE")] = "qwen3-1.7b"
     fsdp: int = 1
     tensor: int = 1
     rows: Annotated[int | None, arg("B", "one a micro-batch where the batch is split")] = None

@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
 from d3d_jax.commands.options import Evaluate
 from d3d_jax.commands.runtime import busy, start_jax
-from d3d_jax.drafter import Drafter, Params, read_drafter
+from d3d_jax.drafter import Drafter, Params, check_drafter_files, read_drafter
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.loading import check_drafter
 from d3d_jax.models.registry import resolve_model
@@ -40,16 +41,22 @@ def run(options: Evaluate) -> None:
         print_figures(figures)
 
 
-def load_checked(name_or_path: str | Path, target: str) -> tuple[Drafter, Params]:
-    """A drafter with stacked parameters, checked against its target.
+def load_checked(
+    name_or_path: str | Path, target: str, mesh: Mesh | None = None
+) -> tuple[Drafter, Params]:
+    """A drafter with stacked float32 parameters, checked against its target.
+
+    Args:
+      mesh: of `sharding.make_mesh`: each process reads what its own devices hold. None: whole
+        NumPy arrays.
 
     Raises:
       D3DError: not a drafter, or one of another target or tokenizer.
     """
     folder, target_folder = resolve_model(name_or_path), resolve_model(target)
-    drafter, params = read_drafter(folder, target_folder, stacked=True, dtype=np.float32)
-    check_drafter(drafter.drafter, Tokenizer.from_folder(target_folder), folder)
-    return drafter, params
+    _, config = check_drafter_files(folder, target_folder)
+    check_drafter(config, Tokenizer.from_folder(target_folder), folder)
+    return read_drafter(folder, target_folder, stacked=True, mesh=mesh, dtype=np.float32)
 
 
 def check_data(drafter: Drafter, dataset: ResponseDataset) -> None:

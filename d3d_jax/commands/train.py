@@ -22,7 +22,6 @@ from d3d_jax.train.trainer import Trainer
 def run(options: Train) -> None:
     """Checks that config, data, drafter and target fit together, then trains."""
     config = load_config(options.config, options.overrides)
-    drafter, params = load_checked(options.drafter, options.target)
     if options.processes.several:
         start_jax()
         join_processes(options.processes)
@@ -31,6 +30,7 @@ def run(options: Train) -> None:
         start_jax(cpu_devices=max(named, options.fsdp * options.tensor))
     devices = chosen_devices("--drafter-devices", options.drafter_indices)
     mesh = make_mesh(devices, fsdp=options.fsdp, tensor=options.tensor)
+    drafter, params = load_checked(options.drafter, options.target, mesh)
     exported = train(drafter, params, config, options.data, options.out, mesh)
     if is_first():
         note(f"the trained drafter is in {exported}")
@@ -64,12 +64,22 @@ def train(
 
 
 class _Report:
-    """Passes a step's metrics on to a bar: loss, and the last τ measured."""
+    """Passes a step's metrics on to a bar: loss, the last τ measured, speed, and what slows it."""
 
     def __init__(self, bar: Bar):
         self.bar, self.tau = bar, ""
 
     def __call__(self, metrics: dict[str, Any]) -> None:
         if "tau" in metrics:
-            self.tau = f", τ {metrics['tau']:.2f}"
-        self.bar.update(metrics["step"], f"loss {metrics['loss']:.2f}{self.tau}")
+            self.tau = f"τ {metrics['tau']:.2f}"
+        figures = [
+            f"loss {metrics['loss']:.2f}",
+            self.tau,
+            f"{metrics['tokens_per_second']:.0f} tokens/s",
+            f"{metrics['utilisation']:.0%} of peak" if "utilisation" in metrics else "",
+        ]
+        # Below these nobody needs to look.
+        for name, most in (("input", 0.02), ("checkpoint", 0.05)):
+            if (share := metrics[f"{name}_wait"]) >= most:
+                figures.append(f"{share:.0%} waiting for {name}")
+        self.bar.update(metrics["step"], ", ".join(filter(None, figures)))

@@ -27,43 +27,18 @@ from d3d_jax.config import ModelConfig, Remat
 from d3d_jax.kernels.packed_attention import packed_attention
 from d3d_jax.layout import PackedLayout
 from d3d_jax.models.cache import KVCache, LayerKV, write
-from d3d_jax.models.sharding import constrain, locally, mesh_axes
+from d3d_jax.models.linear import linear
+from d3d_jax.models.sharding import constrain, locally, mesh_axes, shared_axes
 
 Params = dict[str, Any]
-# Below this many rows XLA:CPU is about twice as fast with the dot's output as [features, rows].
-SKINNY_ROWS = 48
-
-
-def linear(x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
-    """x [..., in] · weight [out, in] → [..., out] in `dtype`, or x's where it is None.
-
-    float32 means float32: accelerators would use TF32 or bfloat16 passes unless told otherwise.
-    """
-    rows = x.size // x.shape[-1]
-    product = functools.partial(
-        jnp.einsum,
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=dtype or x.dtype,
-    )
-
-    def plainly(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return product("...d,ed->...e", x, weight)
-
-    def on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
-        # Without the barrier XLA folds the transpose back into the dot and the gain is lost.
-        out = product("rd,ed->er", x.reshape(rows, -1), weight)
-        return jax.lax.optimization_barrier(out).T.reshape(*x.shape[:-1], -1)
-
-    if rows > SKINNY_ROWS:
-        return plainly(x, weight)
-    return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=plainly)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """Normalises in float32 and casts back *before* the scale, as transformers does."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * scale
+    # Cast after the broadcast: the scale's gradient is then summed in its own type.
+    return wide.astype(x.dtype) * jnp.broadcast_to(scale, x.shape).astype(x.dtype)
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
@@ -232,10 +207,14 @@ class Layer(nnx.Module):
         layout: PackedLayout,
         kv: LayerKV | None = None,
         length: jax.Array | None = None,
+        gate: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerKV | None]:
+        def add(x: jax.Array, branch: jax.Array) -> jax.Array:
+            return constrain(x + (branch if gate is None else branch * gate), "b..")
+
         attended, kv = self.attn(self.attn_norm(x), tables, layout, kv, length)
-        x = constrain(x + attended, "b..")
-        return constrain(x + self.mlp(self.mlp_norm(x)), "b.."), kv
+        x = add(x, attended)
+        return add(x, self.mlp(self.mlp_norm(x))), kv
 
 
 @functools.lru_cache
@@ -278,34 +257,52 @@ def unstack(params: Params) -> Params:
     return {**params, "layers": layers}
 
 
-def _look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """table [V, D], tokens [B, T] → [B, T, D]; of a split vocabulary each device adds its rows."""
-    axes = mesh_axes("v", table.shape[0])
+def _look_up(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
+    """table [V, D], tokens [B, T] → [B, T, D] in `dtype`.
+
+    Of a split vocabulary each device adds its rows. Of a split hidden size each looks up its part
+    for the tokens of all, and they exchange the rows that were asked for, which are fewer than
+    those of the table; so the gradient is summed where it belongs.
+    """
+    vocabulary = mesh_axes("v", table.shape[0])
+    exchanged = shared_axes("b", tokens.shape[0], "d", table.shape[1])
 
     def own(table: jax.Array, tokens: jax.Array) -> jax.Array:
-        if not axes:
-            return table[tokens]
-        at = tokens - jax.lax.axis_index(axes) * table.shape[0]
-        mine = (at >= 0) & (at < table.shape[0])
-        rows = table[jnp.where(mine, at, 0)]
-        return jax.lax.psum(jnp.where(mine[..., None], rows, 0), axes)
+        if exchanged:
+            tokens = jax.lax.all_gather(tokens, exchanged, tiled=True)
+        if vocabulary:
+            at = tokens - jax.lax.axis_index(vocabulary) * table.shape[0]
+            mine = (at >= 0) & (at < table.shape[0])
+            rows = table[jnp.where(mine, at, 0)].astype(dtype)
+            rows = jax.lax.psum(jnp.where(mine[..., None], rows, 0), vocabulary)
+        else:
+            rows = table[tokens].astype(dtype)
+        if exchanged:
+            rows = jax.lax.all_to_all(rows, exchanged, split_axis=0, concat_axis=2, tiled=True)
+        return rows
 
-    return locally(own, ("v.", "b."), ("b..",))(table, tokens)
+    return locally(own, ("vd" if exchanged else "v.", "b."), ("b..",))(table, tokens)
 
 
-def embed_rows(params: Params, tokens: jax.Array, layout: PackedLayout) -> jax.Array:
+def embed_rows(
+    params: Params, tokens: jax.Array, layout: PackedLayout, dtype: Any = None
+) -> jax.Array:
     """tokens [B, C + A] (clean rows, then each block's anchor) → rows [B, C + A · W, D].
 
     A block's rows after its anchor are the drafter's mask vector: which rows are masks follows from
     the layout, so no token id is ever mistaken for one.
+
+    Args:
+      dtype: of the rows; None: the embedding's.
     """
-    rows = _look_up(params["embed"], tokens)
+    rows = _look_up(params["embed"], tokens, dtype or params["embed"].dtype)
     if layout.num_blocks == 0:
         return rows
     clean, anchors = rows[:, : layout.clean_len], rows[:, layout.clean_len :, None]
     batch, blocks, _, dim = anchors.shape
-    mask = params["mask"].astype(anchors.dtype)
-    masks = jnp.broadcast_to(mask, (batch, blocks, layout.block_size - 1, dim))
+    # Cast after the broadcast, as a norm's scale is.
+    shape = (batch, blocks, layout.block_size - 1, dim)
+    masks = jnp.broadcast_to(params["mask"], shape).astype(rows.dtype)
     block_rows = jnp.concatenate([anchors, masks], axis=2).reshape(batch, -1, dim)
     return jnp.concatenate([clean, block_rows], axis=1)
 
@@ -319,6 +316,8 @@ def forward(
     cache: None = None,
     *,
     remat: Remat = "none",
+    gates: jax.Array | None = None,
+    dtype: Any = None,
 ) -> tuple[jax.Array, None]: ...
 
 
@@ -340,6 +339,8 @@ def forward(
     cache: KVCache | None = None,
     *,
     remat: Remat = "none",
+    gates: jax.Array | None = None,
+    dtype: Any = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """The one forward pass: training, prefill, decoding, verification, drafts.
 
@@ -350,11 +351,14 @@ def forward(
         cache the clean rows are the keys.
       remat: what the backward pass recomputes instead of keeping it: nothing, each layer
         (`full`), or each layer but the products with its weights (`dots`).
+      gates: [L], what each stacked layer adds to the residual stream is multiplied by: 0 is the
+        model without that layer, for every choice of layers with one compiled function.
+      dtype: of activations, and of the weights where they are used; None: the embedding's.
 
     Returns:
       Hidden states [B, T, D] after the final norm, and the cache with the clean rows written.
     """
-    x = constrain(embed_rows(params, tokens, layout), "b..")
+    x = constrain(embed_rows(params, tokens, layout, dtype), "b..")
     tables = rotary_tables(layout.positions, config)
     layers = params["layers"]
     if isinstance(layers, tuple):
@@ -370,10 +374,12 @@ def forward(
         if cache is not None:
             raise ValueError("decoding with a cache takes per-layer parameters: call unstack first")
 
-        def body(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-            return _layer(config, layer)(x, tables, layout)[0], None
+        def body(x: jax.Array, part: tuple[Params, jax.Array | None]) -> tuple[jax.Array, None]:
+            layer, gate = part
+            return _layer(config, layer)(x, tables, layout, gate=gate)[0], None
 
-        x, _ = jax.lax.scan(_recomputed(body, remat), x, layers)
+        gates = None if gates is None else gates.astype(x.dtype)
+        x, _ = jax.lax.scan(_recomputed(body, remat), x, (layers, gates))
     return rms_norm(x, params["norm"], config.rms_norm_eps), cache
 
 
@@ -394,7 +400,7 @@ def head_weight(params: Params) -> jax.Array:
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
     """hidden [..., D] → float32 logits [..., V'], V' the head's vocabulary."""
-    scores = linear(hidden, head_weight(params), jnp.float32)
+    scores: Any = linear(hidden, head_weight(params), jnp.float32)
     return constrain(scores, "b" + "." * (scores.ndim - 2) + "v")
 
 

@@ -44,6 +44,8 @@ ACTIVATION_RULES: Rules = {
     "n": _TENSOR,
     "k": ("tensor",),
     "f": _TENSOR,
+    # Of a table that meets activations: theirs is whole on every device.
+    "d": ("fsdp",),
     ".": (),
 }
 
@@ -176,6 +178,15 @@ def split_axes(letter: str, size: int, mesh: AnyMesh) -> tuple[str, ...]:
 def mesh_axes(letter: str, size: int) -> tuple[str, ...]:
     """`split_axes` of the mesh that is set; none where none is."""
     return split_axes(letter, size, jax.sharding.get_abstract_mesh())
+
+
+def shared_axes(rows: str, count: int, other: str, size: int) -> tuple[str, ...]:
+    """The axes that split `other` if they split `rows`, too; none where they do not.
+
+    Over such axes each device has rows of its own and needs the others' parts of `other` for them.
+    """
+    axes = mesh_axes(other, size)
+    return axes if set(axes) <= set(mesh_axes(rows, count)) else ()
 
 
 def locally(

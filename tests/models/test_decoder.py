@@ -8,6 +8,7 @@ import pytest
 from d3d_jax import layout
 from d3d_jax.models import cache as caches
 from d3d_jax.models import checkpoint, checkpoint_writing, decoder
+from d3d_jax.models.linear import linear
 from tests.tiny_models import tiny_config, tiny_params
 
 SHAPES = [
@@ -96,7 +97,7 @@ def test_remat_and_scan_agree_with_the_unrolled_form():
 
 def test_skinny_linear_is_a_matrix_product():
     x, weight = jax.random.normal(jax.random.key(0), (2, 3, 8)), jnp.ones((5, 8)).at[2].set(2.0)
-    np.testing.assert_allclose(jax.jit(decoder.linear)(x, weight), x @ weight.T, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(linear)(x, weight), x @ weight.T, atol=1e-5)
 
 
 def test_likeliest_is_argmax_with_the_lowest_id_of_a_tie():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import defaultdict
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from d3d_jax.hlo import collectives, largest_result
+from d3d_jax.hlo import collectives, find_collectives, largest_result
 from d3d_jax.models import parameters, sharding
 from d3d_jax.train import step as steps
 from d3d_jax.train.packing import build_row
@@ -112,6 +113,15 @@ def test_parameters_after_some_steps_are_those_of_one_device(sizes, shared):
     )
 
 
+def test_a_fingerprint_is_of_the_numbers_and_their_places_and_not_of_the_mesh():
+    _, params = initial(False)
+    mesh = sharding.model_mesh(sharding.make_mesh(jax.devices()[:4], fsdp=2, tensor=2), MODEL)
+    placed = steps.place(params, parameters.shardings(params, mesh))
+    assert steps.fingerprint(placed) == steps.fingerprint(params)
+    swapped = params["norm"][::-1].copy()
+    assert steps.fingerprint({**params, "norm": swapped}) != steps.fingerprint(params)
+
+
 def test_the_state_is_split_and_frozen_parameters_have_none():
     mesh = sharding.make_mesh(jax.devices(), data=2, fsdp=2, tensor=2)
     step, (state, frozen, *rest) = prepare(mesh, True, steps.make_optimizer(CONFIG))
@@ -135,12 +145,36 @@ def compile_step(sizes, shared, **changes):
     return step.lower(*arguments).compile()
 
 
-def test_fsdp_exchanges_a_matrix_at_a_time():
-    compiled = compile_step(dict(fsdp=8), True)
-    # The embedding, once; a layer's largest matrix is smaller, a stack of them is not.
-    assert largest_result(compiled, "all-gather") == MODEL.vocab_size * MODEL.hidden_size
-    stack = len(LAYERS) * MODEL.intermediate_size * MODEL.hidden_size
-    assert largest_result(compiled, "all-reduce") < stack < MODEL.vocab_size * MODEL.hidden_size
+def bfloat16_step(**sizes):
+    """A compiled step in bfloat16 and its gradients."""
+    mesh = sharding.make_mesh(jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+    step, arguments = prepare(mesh, False, optax.sgd(1.0), compute="bfloat16")
+    # Else XLA leaves roundings out where it fuses operations, and fuses as the mesh suggests.
+    exactly = {"xla_allow_excess_precision": False}
+    compiled = step.lower(*arguments).compile(compiler_options=exactly)
+    before = steps.split(*initial(False))[1]
+    return compiled, jax.tree.map(np.subtract, before, compiled(*arguments)[0]["params"])
+
+
+def test_fsdp_sums_bfloat16_gradients_in_float32_and_holds_no_large_one_whole():
+    compiled, got = bfloat16_step(data=2, fsdp=4)
+    _, expected = bfloat16_step(data=1)
+
+    def check(path, a, b):
+        # Norms are computed anew where their terms are summed, some to another rounding.
+        least = 5e-3 if "norm" in jax.tree_util.keystr(path) else 1e-5
+        assert np.linalg.norm(a - b) < least * np.linalg.norm(b), path
+
+    jax.tree_util.tree_map_with_path(check, got, expected)
+    # The head is gathered once for all its rows, the embedding never.
+    table = MODEL.vocab_size * MODEL.hidden_size
+    sizes = defaultdict(list)
+    for one in find_collectives(compiled.as_text()):
+        sizes[one.kind].append(one.elements)
+    assert sizes["all-gather"].count(table) == 1 and max(sizes["all-gather"]) == table
+    # Of its gradient a device gets its own part, and so it does of the embedding's.
+    assert sizes["reduce-scatter"] == [table // 4]
+    assert max(sizes["all-reduce"]) < table
 
 
 def test_a_split_vocabulary_exchanges_sums_and_no_logits():

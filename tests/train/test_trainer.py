@@ -2,17 +2,21 @@
 
 import json
 import os
+import resource
 import signal
+import struct
 import types
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 from d3d_jax.drafter import read_drafter
 from d3d_jax.errors import D3DError
 from d3d_jax.models import checkpoint, checkpoint_writing
+from d3d_jax.train import run_folder
 from d3d_jax.train import trainer as trainers
 from d3d_jax.train.config import load_config
 from tests.tiny_models import VOCAB, tiny_config, tiny_params
@@ -24,8 +28,28 @@ def dataset(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("data"))
 
 
+# A run compiles the same step as the one before it.
+pytestmark = pytest.mark.usefixtures("compiled")
+
+
 def records(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def points(folder):
+    """The curves in a folder as tag → [(step, value)], those of its files joined."""
+    found = {}
+    for file in sorted(folder.iterdir(), key=lambda file: int(file.name.rpartition("-")[2])):
+        data = file.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            event, data = Event.FromString(data[12 : 12 + size]), data[16 + size :]
+            if event.HasField("session_log"):  # those from there on are void
+                for tag, curve in found.items():
+                    found[tag] = [point for point in curve if point[0] < event.step]
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return found
 
 
 def weights(folder):
@@ -56,11 +80,19 @@ def test_an_interrupted_run_continues_to_the_same_bits(tmp_path, dataset):
     states = final_state(run), final_state(tmp_path / "straight")
     jax.tree.map(np.testing.assert_array_equal, *states)
     assert [record["step"] for record in records(run)] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in points(run / "tensorboard")["loss"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_it_learns_and_its_export_loads(tmp_path, dataset):
     seen = []
     out = make_trainer(tmp_path / "run", dataset, seen.append, steps=60, eval_every=60).train()
+    for record in seen:
+        assert record["tokens_per_second"] > 0 and record["model_flops"] == seen[0]["model_flops"]
+        assert 0 <= record["input_wait"] < 1 and 0 <= record["checkpoint_wait"] < 1
+    curves = points(tmp_path / "run/tensorboard")
+    assert curves["loss"] == [(record["step"], np.float32(record["loss"])) for record in seen]
+    assert curves["tau"] == [(60, np.float32(seen[-1]["tau"]))]
+    assert [step for step, _ in curves["accuracy/1"]] == list(range(1, 61))
     assert seen[-1]["loss"] < 0.5 * seen[0]["loss"]
     assert seen[-1]["tau"] > 1.5
     config = tiny_config()
@@ -82,6 +114,7 @@ def test_metrics_are_read_while_the_next_step_runs(tmp_path, dataset, monkeypatc
             events.append("dispatch")
             return step(*inputs)
 
+        dispatch.trace = step.trace
         return dispatch
 
     monkeypatch.setattr(trainers, "make_step", recorded)
@@ -109,6 +142,49 @@ def test_a_run_that_diverges_stops_and_leaves_both_states(tmp_path, dataset):
     assert (tmp_path / "diverged/2").is_dir() and not (tmp_path / "drafter").exists()
     with ocp.CheckpointManager((tmp_path / "checkpoints").absolute()) as manager:
         assert manager.all_steps() == [1]
+
+
+def test_a_loss_that_stays_high_ends_a_run_and_leaves_its_state(tmp_path, dataset):
+    # From the step that there are enough losses on, every one counts as a spike.
+    changes = dict(steps=30, spike_factor=0.01, spike_steps=3, eval_every=30, checkpoint_every=7)
+    with pytest.raises(D3DError, match=r"above 0.01 times its median .* for 3 steps at step 23;"):
+        make_trainer(tmp_path, dataset, **changes).train()
+    # Read while the next step ran, so it is the state after that.
+    with ocp.StandardCheckpointer() as checkpointer:
+        assert checkpointer.restore((tmp_path / "diverged/24").absolute())["step"] == 24
+    assert [record["step"] for record in records(tmp_path)] == list(range(1, 23))
+    with ocp.CheckpointManager((tmp_path / "checkpoints").absolute()) as manager:
+        assert manager.latest_step() == 21
+
+
+def test_a_full_disk_ends_a_run_in_one_sentence_and_loses_nothing(tmp_path, dataset):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(metrics):
+        if metrics["step"] == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+
+    try:
+        with pytest.raises(D3DError, match=r"no checkpoint can be .* \(File too large\); those in"):
+            make_trainer(tmp_path, dataset, fill).train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "drafter").exists()
+    with ocp.CheckpointManager((tmp_path / "checkpoints").absolute()) as manager:
+        assert manager.all_steps() == [2]
+    seen = []
+    make_trainer(tmp_path, dataset, seen.append).train()
+    assert seen[0]["step"] == 3
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_metrics_that_cannot_be_written_end_a_run(tmp_path, dataset, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_folder.Curves, "add", full)
+    with pytest.raises(D3DError, match=r"cannot write the metrics .*\(No space left on device\)"):
+        make_trainer(tmp_path, dataset).train()
 
 
 def test_the_export_drops_temperatures_of_other_parameters(tmp_path, dataset):

@@ -1,5 +1,5 @@
-"""Real processes that train: two on one mesh, killed, stopped and continued; one killed again and
-again.
+"""Real processes that train: two on one mesh, killed, stopped and continued; four as Slurm starts
+them, continued by one; one killed again and again.
 
 The file is its own child program: `python -m tests.train.test_training_processes FOLDER RUN PORT
 COUNT INDEX`.
@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,9 +22,12 @@ import pytest
 
 from d3d_jax.commands import option_groups
 from d3d_jax.commands.runtime import join_processes
+from d3d_jax.drafter import read_drafter, save_drafter
 from d3d_jax.errors import D3DError, LostProcessError
+from d3d_jax.models import checkpoint_writing
 from d3d_jax.models.sharding import make_mesh
 from tests.models.test_processes import free_port
+from tests.tiny_models import tiny_config, tiny_drafter, tiny_params
 from tests.train.tiny_runs import make_dataset, make_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,16 +41,28 @@ def child(folder, run, port, count, index):
     """Trains in `RUN` as process INDEX of COUNT, slowly enough to be interrupted."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4 // count)
-    if count > 1:
+    if "SLURM_JOB_ID" in os.environ:
+        join_processes(option_groups.Processes(distributed=True))
+        assert (jax.process_count(), jax.process_index()) == (count, index)
+    elif count > 1:
         join_processes(
             option_groups.Processes(
                 coordinator=f"127.0.0.1:{port}", num_processes=count, process_id=index
             )
         )
-    # Weights are split over both processes, and so are rows.
-    mesh = make_mesh(data=2, fsdp=2)
+    # Weights are split over all processes, and so are rows.
+    mesh = make_mesh(data=2, fsdp=2) if count > 1 else make_mesh(fsdp=4)
+    # Each process reads the parts of its own devices.
+    drafter = read_drafter(
+        folder / "initial", folder / "target", stacked=True, mesh=mesh, dtype=np.float32
+    )
     trainer = make_trainer(
-        folder / run, folder / "data/dataset", lambda _: time.sleep(0.1), mesh=mesh, **CHANGES
+        folder / run,
+        folder / "data/dataset",
+        lambda _: time.sleep(0.1),
+        mesh=mesh,
+        drafter=drafter,
+        **CHANGES,
     )
     trainer.train()
 
@@ -54,7 +70,7 @@ def child(folder, run, port, count, index):
 class Processes:
     """Children of one run, of which any that is left is killed in the end."""
 
-    def __init__(self, folder, run, count):
+    def __init__(self, folder, run, count, variables=lambda index: {}):
         command = [sys.executable, "-m", "tests.train.test_training_processes", str(folder), run]
         command += [str(free_port()), str(count)]
         self.metrics = folder / run / "metrics.jsonl"
@@ -62,8 +78,11 @@ class Processes:
         self.children = []
         for index, log in enumerate(self.logs):
             with log.open("w") as out:
+                environment = {**os.environ, **variables(index)}
                 self.children.append(
-                    subprocess.Popen([*command, str(index)], cwd=ROOT, stdout=out, stderr=out)
+                    subprocess.Popen(
+                        [*command, str(index)], cwd=ROOT, env=environment, stdout=out, stderr=out
+                    )
                 )
 
     def __enter__(self):
@@ -110,31 +129,62 @@ def final_state(folder, run):
         return jax.device_get(checkpointer.restore(path, like))
 
 
+def slurm(count):
+    """The variables that srun gives each task of a job on one node."""
+    # Where the first task listens follows from the number of the job.
+    for job in range(os.getpid(), os.getpid() + 4096):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", job % 4096 + 65536 - 4096)) != 0:
+                break
+    common = {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NTASKS": str(count),
+    }
+    return lambda index: common | {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "data").mkdir()
     make_dataset(folder / "data")
+    config = tiny_config()
+    params = jax.device_get(tiny_params(config, scale=1.0))
+    checkpoint_writing.save_model(folder / "target", config, params)
+    save_drafter(folder / "initial", *tiny_drafter(config, params))
     return folder
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-def test_two_processes_train_as_one_through_a_stop_and_a_death(folder):
-    with Processes(folder, "straight", 2) as straight:
-        assert straight.wait() == [0, 0], straight.said()
-    records = [json.loads(line) for line in straight.metrics.read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, CHANGES["steps"] + 1))
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The last state of a run in this process, on one device."""
+    drafter = read_drafter(folder / "initial", folder / "target", stacked=True, dtype=np.float32)
+    mesh = make_mesh(jax.devices()[:1])
     make_trainer(
-        folder / "alone", folder / "data/dataset", mesh=make_mesh(jax.devices()[:1]), **CHANGES
+        folder / "alone", folder / "data/dataset", mesh=mesh, drafter=drafter, **CHANGES
     ).train()
-    expected, got = final_state(folder, "alone"), final_state(folder, "straight")
+    return final_state(folder, "alone")
+
+
+def assert_near(got, expected):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max()),
         got["params"],
         expected["params"],
     )
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def test_two_processes_train_as_one_through_a_stop_and_a_death(folder, alone):
+    with Processes(folder, "straight", 2) as straight:
+        assert straight.wait() == [0, 0], straight.said()
+    records = [json.loads(line) for line in straight.metrics.read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, CHANGES["steps"] + 1))
+    assert_near(final_state(folder, "straight"), alone)
     assert (folder / "straight/drafter/config.json").exists()
 
     # A signal to either stops both at the same step.
@@ -158,6 +208,16 @@ def test_two_processes_train_as_one_through_a_stop_and_a_death(folder):
         final_state(folder, "broken"),
         final_state(folder, "straight"),
     )
+
+
+def test_four_processes_as_slurm_starts_them_are_continued_by_one_on_another_mesh(folder, alone):
+    with Processes(folder, "slurm", 4, slurm(4)) as four:
+        four.wait_for_step(CHANGES["steps"] // 2)
+        four.children[2].send_signal(signal.SIGTERM)
+        assert four.wait() == [143] * 4, four.said()
+    with Processes(folder, "slurm", 1) as one:
+        assert one.wait() == [0], one.said()
+    assert_near(final_state(folder, "slurm"), alone)
 
 
 def test_a_process_killed_at_random_points_ends_at_the_same_bits(folder):

@@ -52,14 +52,19 @@ def make_trainer(
 
     Args:
       seed: of the initial parameters.
-      drafter: changes to the drafter's configuration; the others are to `CONFIG`.
+      drafter: changes to the drafter's configuration, or one that was read with its parameters;
+        the others are to `CONFIG`.
     """
-    config = tiny_config()
-    params = tiny_params(config, seed, scale=1.0)
-    made, params = tiny_drafter(config, params, **(drafter or {}))
+    if isinstance(drafter, tuple):
+        made, params = drafter
+    else:
+        config = tiny_config()
+        params = tiny_params(config, seed, scale=1.0)
+        made, params = tiny_drafter(config, params, **(drafter or {}))
+        params = jax.device_get(params)
     return Trainer(
         made,
-        jax.device_get(params),
+        params,
         dataclasses.replace(CONFIG, **changes),
         open_dataset(dataset, "train"),
         open_dataset(dataset, "validation"),

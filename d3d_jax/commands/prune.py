@@ -1,0 +1,100 @@
+"""`d3d prune`: removes a drafter's layers one by one and recovers after each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from d3d_jax.commands import prune_report
+from d3d_jax.commands.evaluate import check_data, load_checked
+from d3d_jax.commands.prune_options import Prune
+from d3d_jax.commands.runtime import Bar, note, start_jax
+from d3d_jax.infer.measure_rounds import machine
+from d3d_jax.infer.placement import chosen_devices
+from d3d_jax.models.registry import resolve_model
+from d3d_jax.models.sharding import make_mesh
+from d3d_jax.train.config import load_config
+from d3d_jax.train.dataset import open_dataset
+from d3d_jax.train.pruning import Outcome, PruneConfig, Pruning, Step
+from d3d_jax.train.responses import write_atomic
+
+
+def run(options: Prune) -> None:
+    """Checks that everything fits together, prunes, and prints what each step came to."""
+    training = load_config(options.config, options.overrides)
+    drafter, params = load_checked(options.drafter, options.target)
+    dataset = open_dataset(options.data, "train")
+    check_data(drafter, dataset)
+    named = max(options.drafter_indices or (0,)) + 1
+    start_jax(cpu_devices=max(named, options.fsdp * options.tensor))
+    devices = chosen_devices("--drafter-devices", options.drafter_indices)
+    config = PruneConfig(
+        options.layers, options.keep, options.by, options.recovery, options.documents
+    )
+    with Bar("pruning", training.steps) as bar:
+        pruning = Pruning(
+            drafter,
+            params,
+            config,
+            training,
+            dataset,
+            open_dataset(options.data, "validation"),
+            resolve_model(options.target),
+            options.out,
+            _Progress(bar),
+            make_mesh(devices, fsdp=options.fsdp, tensor=options.tensor),
+        )
+        outcome = pruning.run()
+    note(f"the pruned drafter, {outcome.exported} layers, is in {options.out / 'drafter'}")
+    console, report = Console(highlight=False), dataclasses.asdict(outcome)
+    if not options.json:
+        console.print(table(outcome.tau, outcome.steps))
+    if options.speed:
+        depths = _speeds(options, pruning, outcome)
+        report["depths"] = [dataclasses.asdict(depth) for depth in depths]
+        report["machine"] = machine()
+        write_atomic(options.out / "report.json", json.dumps(report, indent=2) + "\n")
+        prune_report.draw(depths, options.out / "depth.png")
+        if not options.json:
+            console.print(prune_report.table(depths))
+    if options.json:
+        print(json.dumps(report))
+
+
+def _speeds(options: Prune, pruning: Pruning, outcome: Outcome) -> list[prune_report.Depth]:
+    """What the unpruned drafter and that of every step are worth in decoding."""
+    drafters: dict[int, str | Path] = {pruning.drafter.model.num_hidden_layers: options.drafter}
+    drafters |= {step.depth: options.out / f"depth-{step.depth}/drafter" for step in outcome.steps}
+    return prune_report.measure(options.target, drafters, pruning.validation, options.speed)
+
+
+class _Progress:
+    """Shows what a pruning is doing: ranking, or a step of recovery."""
+
+    def __init__(self, bar: Bar):
+        self.bar = bar
+
+    def __call__(self, doing: str, metrics: dict[str, Any]) -> None:
+        loss = f", loss {metrics['loss']:.2f}" if "loss" in metrics else ""
+        self.bar.update(metrics.get("step", 0), doing + loss)
+
+
+def table(tau: float, steps: list[Step]) -> Table:
+    """Depth against τ."""
+    found = Table("layers", "removed", "τ without it", "τ recovered", "kept", "ranking", "recovery")
+    for step in steps:
+        found.add_row(
+            str(step.depth),
+            str(step.removed),
+            f"{step.tau_removed:.3f}",
+            f"{step.tau:.3f}",
+            f"{step.tau / tau:.1%}",
+            f"{step.ranking_seconds:.0f} s",
+            f"{step.recovery_seconds:.0f} s",
+        )
+    return found

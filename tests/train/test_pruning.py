@@ -1,0 +1,140 @@
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from d3d_jax.drafter import read_drafter
+from d3d_jax.errors import D3DError
+from d3d_jax.models import checkpoint_writing
+from d3d_jax.models.sharding import make_mesh
+from d3d_jax.train import importance
+from d3d_jax.train.acceptance import OfflineAcceptance
+from d3d_jax.train.dataset import open_dataset
+from d3d_jax.train.pruning import PruneConfig, Pruning, layers_left, without
+from tests.tiny_models import tiny_config, tiny_drafter, tiny_params
+from tests.train.tiny_runs import CONFIG, make_dataset
+
+DEPTH = 4
+
+
+@functools.cache
+def models():
+    config = tiny_config(num_hidden_layers=DEPTH)
+    params = tiny_params(config, scale=1.0)
+    drafter, own = tiny_drafter(config, params, layers=tuple(range(DEPTH)))
+    return config, params, drafter, jax.device_get(own)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a dataset and the target."""
+    folder = tmp_path_factory.mktemp("pruning")
+    make_dataset(folder)
+    config, params, *_ = models()
+    checkpoint_writing.save_model(folder / "target", config, jax.device_get(params))
+    return folder
+
+
+def pruned(home, out, training=CONFIG, report=lambda doing, metrics: None, **changes):
+    _, _, drafter, own = models()
+    return Pruning(
+        drafter,
+        own,
+        PruneConfig(**({"layers": 2, "keep": 0.0, "documents": 2} | changes)),
+        training,
+        open_dataset(home / "dataset", "train"),
+        open_dataset(home / "dataset", "validation"),
+        home / "target",
+        out,
+        report,
+        make_mesh(jax.devices()[:1]),
+    )
+
+
+def test_a_gate_of_zero_is_the_drafter_without_that_layer(home):
+    _, _, drafter, own = models()
+    validation = open_dataset(home / "dataset", "validation")
+    gated = OfflineAcceptance(drafter, validation, 1)
+    shallower = OfflineAcceptance(without(drafter, own, 0)[0], validation, 1)
+    said = []
+    for layer in range(DEPTH):
+        gates = np.ones(DEPTH, np.float32)
+        gates[layer] = 0
+        said.append(gated.observe(own, 2, gates=gates)[1].log_probs)
+        params = without(drafter, own, layer)[1]
+        np.testing.assert_array_equal(said[-1], shallower.observe(params, 2)[1].log_probs)
+    said.append(gated.observe(own, 2, gates=np.ones(DEPTH, np.float32))[1].log_probs)
+    assert len({x.tobytes() for x in said}) == DEPTH + 1, "every layer matters"
+
+
+def test_the_layer_whose_removal_scores_best_goes():
+    worth = np.array([0.5, 0.1, 0.3])
+    ranking = importance.by_measure(lambda params, gates: float(worth @ gates), {}, [0, 2, 5])
+    assert ranking.whole == pytest.approx(0.9) and ranking.least == 2
+    assert ranking.scores == pytest.approx({0: 0.4, 2: 0.8, 5: 0.6})
+
+
+@pytest.mark.slow
+def test_pruning_to_a_depth_and_continuing_after_an_interruption(home, tmp_path):
+    class Interrupted(Exception):
+        pass
+
+    def stop(doing, metrics):
+        if doing == "recovering 2 layers" and metrics["step"] == 4:
+            raise Interrupted
+
+    training = dataclasses.replace(CONFIG, batch_rows=1)
+    with pytest.raises(Interrupted):
+        pruned(home, tmp_path / "a", training, stop).run()
+    first = json.loads((tmp_path / "a/pruning.json").read_text())["steps"]
+    assert [step["depth"] for step in first] == [3]
+    outcome = pruned(home, tmp_path / "a", training).run()
+    assert [dataclasses.asdict(step) for step in outcome.steps[:1]] == first
+    assert [step.depth for step in outcome.steps] == [3, 2] and outcome.exported == 2
+    gone = tuple(step.removed for step in outcome.steps)
+    assert set(map(int, outcome.steps[1].candidates)) == set(range(DEPTH)) - {gone[0]}
+
+    whole = pruned(home, tmp_path / "b", training).run()
+    drafters = [
+        read_drafter(tmp_path / name / "drafter", home / "target", stacked=True, dtype=np.float32)
+        for name in "ab"
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *(params for _, params in drafters))
+    assert drafters[0][0].drafter.pruned_layers == gone == tuple(s.removed for s in whole.steps)
+    with pytest.raises(D3DError, match="other settings"):
+        pruned(home, tmp_path / "a", training, layers=1)
+
+
+def test_a_depth_that_loses_too_much_is_not_exported(home, tmp_path, monkeypatch):
+    taus = iter([2.0, 1.9, 1.99, 1.5, 1.9])  # unpruned; removed, recovered; removed, recovered
+    monkeypatch.setattr(Pruning, "_tau", lambda self, drafter, params: next(taus))
+    outcome = pruned(home, tmp_path, keep=0.99, layers=1, recovery="none", criterion="last").run()
+    assert [step.tau for step in outcome.steps] == [1.99, 1.9] and outcome.exported == 3
+    config = json.loads((tmp_path / "drafter/config.json").read_text())
+    assert config["num_hidden_layers"] == 3 and config["d3d"]["pruned_layers"] == [3]
+
+
+def test_an_impossible_depth_is_refused(home, tmp_path):
+    with pytest.raises(D3DError, match="4 layers: the depth"):
+        pruned(home, tmp_path, layers=4)
+
+
+def test_layers_are_named_as_in_the_unpruned_drafter():
+    _, _, drafter, own = models()
+    less, params = without(*without(drafter, own, 1), 2)
+    assert layers_left(less) == [0, 3] and less.drafter.pruned_layers == (1, 2)
+    assert less.drafter.source_layers == (0, 3)
+    kept = jax.tree.leaves(params["layers"])[0], jax.tree.leaves(own["layers"])[0]
+    np.testing.assert_array_equal(kept[0], np.asarray(kept[1])[[0, 3]])
+
+
+@pytest.mark.parametrize("criterion, gone", [("even", [5, 3, 1, 4, 2]), ("last", [6, 5, 4, 3, 2])])
+def test_places(criterion, gone):
+    layers, found = list(range(7)), []
+    for _ in gone:
+        found.append(importance.by_place(criterion, layers).least)
+        layers.remove(found[-1])
+    assert found == gone

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Trains on all hosts of a TPU slice, here 16 chips of a v5e with 16 GiB each:
+#
+#   TPU=my-slice ZONE=us-west4-a SHARED=/mnt/shared bash train/launch/tpu_pod.sh
+#
+# SHARED is one file system that every host has mounted (Filestore, NFS): it holds the checkout, the
+# data of `d3d respond`, the untrained drafter of `d3d init-drafter`, and the run. Given again, the
+# same command continues the run, on a slice of another size too.
+set -euo pipefail
+: "${TPU:?name of the TPU slice}" "${ZONE:?its zone}" "${SHARED:?folder that all hosts share}"
+TARGET=${TARGET:-Qwen/Qwen3-8B}
+CONFIG=${CONFIG:-qwen3-1.7b}
+# Weights and moments are split over FSDP chips; 256 rows a step, one a chip and micro-batch.
+FSDP=${FSDP:-16}
+MICRO_BATCHES=${MICRO_BATCHES:-16}
+
+everywhere() {
+  gcloud compute tpus tpu-vm ssh "$TPU" --zone "$ZONE" --worker=all --command "$1"
+}
+
+everywhere "pip install --quiet '$SHARED/d3d_jax[tpu]'"
+# --distributed: each host learns from the slice's metadata which of how many it is.
+everywhere "d3d train --config '$CONFIG' --target '$TARGET' --drafter '$SHARED/drafter-0' \
+  --data '$SHARED/data/dataset' --out '$SHARED/run' --distributed --fsdp $FSDP \
+  micro_batches=$MICRO_BATCHES"
