@@ -66,6 +66,7 @@ def find_collectives(text: str) -> list[Collective]:
     """The collectives in the text of a compiled program (`compiled.as_text()`)."""
     entry, computations = _computations(text.splitlines())
     times = _times(entry, computations)
+    on_tpu = ":T(" in text  # tiles in the layouts
     found: dict[Any, Collective] = {}
     for name, lines in computations.items():
         for number, line in enumerate(lines):
@@ -77,9 +78,9 @@ def find_collectives(text: str) -> list[Collective]:
                     # How TPUs write one: the whole sum, of which a fusion keeps this device's part.
                     kind, result = "reduce-scatter", fused[1]
                 one = _collective(kind, result, start, times[name])
-                # TPUs hide one behind several fusions, each of which names it with its channel;
-                # on CPU all those of a `shard_map` have the same.
-                key = (channel[1], kind, one.elements) if channel else (name, number)
+                # TPUs hide one behind several fusions, each of which names it with its channel; on
+                # CPU, which does not, all those of a `shard_map` have the same.
+                key = (channel[1], kind, one.elements) if channel and on_tpu else (name, number)
                 found.setdefault(key, one)
     return list(found.values())
 

@@ -395,6 +395,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_any_work(
         ["respond", "--prompts", str(models / "prompts.jsonl")],
         ["init-drafter", "--from", str(models / "target")],
         ["train", *data, *drafter, "--drafter-devices", "0"],
+        ["prune", *data, *drafter, "--drafter-devices", "0"],
         ["demo", *drafter],
     ):
         assert "file" in one_error(capsys, cli.main([*command, *out]))

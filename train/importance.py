@@ -1,7 +1,7 @@
 """Which layer of a drafter to remove next: a score for every candidate, the best of which goes.
 
 The drafter without a layer is the drafter with that layer's gate at 0 (`decoder.forward`), so all
-candidates of all steps run one compiled function. The loop around it is `train.pruning`.
+candidates of a step run one compiled function. The loop around it is `train.pruning`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def of_divergence(
     Args:
       teacher: its parameters on the mesh.
       config: says how responses are packed and weighted.
-      documents: packed rows to take, at most; 0 for those of all responses.
+      documents: packed rows to take, at most; 0 for those of all validation responses.
       mesh: of `sharding.model_mesh`.
     """
     batches = PackedBatches(
@@ -96,6 +96,7 @@ def of_divergence(
     rows = len(batches.plan(0))
     rows = min(documents or rows, rows)
     index = draft_index(drafter, teacher.params)
+    index = None if index is None else jnp.asarray(index)
 
     def sums(params: Params, gates: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         labels = make_labels(
@@ -116,7 +117,7 @@ def of_divergence(
     def measure(params: Params, gates: np.ndarray) -> float:
         found = [read(params, gates, batches.batch(row)) for row in range(rows)]
         divergence, weight = (float(sum(x)) for x in zip(*found, strict=True))
-        return -divergence / weight
+        return -divergence / max(weight, 1e-6)
 
     return measure
 

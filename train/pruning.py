@@ -3,13 +3,13 @@
 A pruning's folder:
 
     pruning.json       what it was started with and every finished step
-    depth-11/          the step that leaves 11 layers:
-        ranking.json     what removing each layer would come to, and which was removed
-        recovery/        the run folder of recovery training (`train.trainer`)
+    depth-11/          the step that leaves 11 layers: the run folder of its recovery training
+        ranking.json     what removing each layer would come to
         drafter/         the pruned drafter as it came out of recovery
     drafter/           the shallowest drafter that kept enough of its acceptance length
 
-A finished step is never touched again; an interrupted one continues where it stopped.
+A finished step keeps its drafter and gives up its checkpoints; an interrupted one continues where
+it stopped. One process prunes, on all of its devices.
 D3D paper, section on pruning; which layer goes is `train.importance`.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,6 @@ from jax.sharding import Mesh
 from d3d_jax.drafter import Drafter, Params, read_drafter, save_drafter
 from d3d_jax.errors import D3DError
 from d3d_jax.models import parameters, sharding
-from d3d_jax.processes import first_does
 from d3d_jax.train import importance
 from d3d_jax.train.acceptance import OfflineAcceptance
 from d3d_jax.train.config import TrainConfig
@@ -40,7 +40,7 @@ from d3d_jax.train.distillation import MARGIN, Teacher
 from d3d_jax.train.importance import Criterion, Ranking
 from d3d_jax.train.responses import write_atomic
 from d3d_jax.train.step import fingerprint, place, split
-from d3d_jax.train.trainer import Trainer
+from d3d_jax.train.trainer import Trainer, packed_batches
 
 # How a drafter is trained after a removal: on the unpruned drafter's distributions, made to prefer
 # the response's token by a margin, or as they are; on the responses alone; not at all.
@@ -162,8 +162,14 @@ class Pruning:
                 f"the drafter has {depth} layers: the depth to prune it to must be at least 1 and "
                 f"below that, found {self.config.layers}"
             )
+        if jax.process_count() > 1:
+            raise D3DError("pruning runs in one process")
         self.mesh = sharding.model_mesh(self.mesh or sharding.make_mesh(), self.drafter.model)
+        packed_batches(self.training, self.dataset, self.mesh)  # refuses what recovery would
+        self._offline: dict[int, OfflineAcceptance] = {}
+        self._acceptance(self.drafter)
         self._record = _Record(self.out, self._settings())
+        self._record.save()
 
     def run(self) -> Outcome:
         """Prunes until the depth or the loss of acceptance asked for, and exports the result.
@@ -180,6 +186,7 @@ class Pruning:
         while not steps or (steps[-1].tau >= enough and steps[-1].depth > self.config.layers):
             steps.append(self._step(*self._read(steps[-1].depth if steps else whole)))
             self._record.save()
+            shutil.rmtree(self.out / f"depth-{steps[-1].depth}/checkpoints", ignore_errors=True)
         exported = min((step.depth for step in steps if step.tau >= enough), default=whole)
         if not (self.out / "drafter").exists():
             save_drafter(self.out / "drafter", *self._read(exported), dtype=jnp.bfloat16)
@@ -236,9 +243,7 @@ class Pruning:
             ranking = importance.by_measure(self._measure(drafter), self._placed(params), layers)
         seconds = time.perf_counter() - clock
         found = {"whole": ranking.whole, "scores": ranking.scores, "seconds": round(seconds, 2)}
-        first_does(
-            lambda: write_atomic(file, json.dumps(found, indent=2) + "\n"), f"cannot write {file}"
-        )
+        write_atomic(file, json.dumps(found, indent=2) + "\n")
         return ranking, found["seconds"]
 
     def _measure(self, drafter: Drafter) -> importance.Measure:
@@ -251,7 +256,13 @@ class Pruning:
         )
 
     def _acceptance(self, drafter: Drafter) -> OfflineAcceptance:
-        return OfflineAcceptance(drafter, self.validation, self.config.documents, mesh=self.mesh)
+        """Compiled once for each depth."""
+        depth, documents = drafter.model.num_hidden_layers, self.config.documents
+        if depth not in self._offline:
+            self._offline[depth] = OfflineAcceptance(
+                drafter, self.validation, documents, mesh=self.mesh
+            )
+        return self._offline[depth]
 
     def _tau(self, drafter: Drafter, params: Params) -> float:
         return self._acceptance(drafter).measure(self._placed(params)).tau
@@ -303,12 +314,11 @@ class _Record:
         self.steps = [Step(**step) for step in found["steps"]]
 
     def save(self) -> None:
-        """Writes the file; every process calls it, the first writes."""
+        """Writes the file."""
         steps = [dataclasses.asdict(step) for step in self.steps]
         found = {"settings": self.settings, "tau": self.tau, "steps": steps}
-
-        def write() -> None:
+        try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.file, json.dumps(found, indent=2) + "\n")
-
-        first_does(write, f"cannot write {self.file}")
+        except OSError as error:
+            raise D3DError(f"cannot write {self.file.parent}: {error.strerror}") from None
+        write_atomic(self.file, json.dumps(found, indent=2) + "\n")

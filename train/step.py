@@ -84,7 +84,7 @@ def cast(params: Params, dtype: Any) -> Params:
 def place(tree: Any, shardings: Any) -> Any:
     """Arrays on their devices; every process gives its own devices what they hold.
 
-    Arrays of the host are copied; those that lie on the devices are the same ones.
+    An array that lies there already is not copied, and on CPU one of the host may not be either.
     """
 
     def one(leaf: Any, where: NamedSharding) -> jax.Array:
@@ -102,9 +102,10 @@ def fingerprint(params: Params) -> str:
     Sums modulo 2³², which no order changes, of each number's bits mixed with its place.
     """
 
-    def one(leaf: jax.Array, seed: int) -> jax.Array:
+    @jax.jit
+    def one(leaf: jax.Array, seed: jax.Array) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
-        place = jnp.uint32(seed)
+        place = seed
         for axis, size in enumerate(leaf.shape):
             index = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
             place = place * jnp.uint32(size % 2**32) + index
@@ -114,11 +115,11 @@ def fingerprint(params: Params) -> str:
             mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
         return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
 
-    @jax.jit
-    def sums(leaves: list[Any]) -> jax.Array:
-        return jnp.stack([one(leaf, seed) for seed in range(4) for leaf in leaves])
-
-    found = np.asarray(sums(jax.tree.leaves(params)))
+    leaves = jax.tree.leaves(params)
+    # Arrays of the host stay there: a device may have no room for a whole one.
+    host = jax.local_devices(backend="cpu")[0]
+    leaves = [x if isinstance(x, jax.Array) else jax.device_put(x, host) for x in leaves]
+    found = np.array([one(x, np.uint32(seed)) for seed in range(4) for x in leaves])
     return hashlib.blake2b(found.tobytes(), digest_size=16).hexdigest()
 
 

@@ -73,7 +73,7 @@ def _others_alive() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
+        if jax.process_count() == 1 or "INVALID_ARGUMENT" in str(error):
             raise
         raise LostProcessError(
             "another process of this run has ended or cannot be reached; the same command in all "
@@ -111,28 +111,8 @@ class Trainer:
             on_cpu = self.mesh.devices.flat[0].platform == "cpu"
             compute = "float32" if on_cpu else "bfloat16"
             self.config = dataclasses.replace(self.config, compute=compute)
-        rows = self.config.batch_rows // self.config.micro_batches
-        parts = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        if rows % parts:
-            raise D3DError(
-                f"batch_rows / micro_batches = {rows} must be a multiple of the {parts} devices "
-                "that rows are split over (data × fsdp)"
-            )
         self._whole = NamedSharding(self.mesh, PartitionSpec())
-        self._rows = sharding.named(
-            "b.", (self.config.batch_rows, 1), self.mesh, sharding.ACTIVATION_RULES
-        )
-        shard_index, shard_count = _own_rows(self._rows, self.config.batch_rows)
-        self._batches = PackedBatches(
-            self.dataset,
-            max_tokens=self.config.max_tokens,
-            max_blocks=self.config.max_blocks,
-            anchors_per_document=self.config.anchors_per_document,
-            batch_rows=self.config.batch_rows,
-            seed=self.config.seed,
-            shard_index=shard_index,
-            shard_count=shard_count,
-        )
+        self._rows, self._batches = packed_batches(self.config, self.dataset, self.mesh)
         self._folder = RunFolder(self.run, self._settings(), self.config.keep_checkpoints)
 
     def _settings(self) -> dict[str, Any]:
@@ -167,10 +147,8 @@ class Trainer:
         shardings = state_shardings(optimizer, trained, self.mesh)
         state = initial_state(optimizer, trained, shardings)
         step = make_step(self.drafter, self.config, optimizer, shardings)
-        frozen = self._placed(frozen)
-        teacher = None
-        if self.teacher is not None:
-            teacher = dataclasses.replace(self.teacher, params=self._placed(self.teacher.params))
+        given, frozen = frozen, self._placed(frozen)
+        teacher = self._teacher(given, frozen)
         index = None if index is None else place(index, self._whole)
         with self._folder.checkpoints() as manager, _Stop() as stop, _others_alive():
             state = self._folder.restore(manager, state)
@@ -190,6 +168,19 @@ class Trainer:
                 state, metrics = step(state, *inputs)
                 loop.after(number, state, metrics)
         return self._export({**state["params"], **frozen})
+
+    def _teacher(self, given: Params, frozen: Params) -> Teacher | None:
+        """The teacher on the mesh; what it shares with the drafter is not held twice.
+
+        Args:
+          given, frozen: the drafter's own frozen parameters as given and as placed.
+        """
+        if self.teacher is None:
+            return None
+        params = self.teacher.params
+        shared = {name: frozen[name] for name in given if params.get(name) is given[name]}
+        others = {name: leaf for name, leaf in params.items() if name not in shared}
+        return dataclasses.replace(self.teacher, params={**self._placed(others), **shared})
 
     def _placed(self, params: Params) -> Params:
         """Parameters that are not trained."""
@@ -311,6 +302,36 @@ class _Loop:
         self._folder.log(record)
         self._trainer.report(record)
         return signalled
+
+
+def packed_batches(
+    config: TrainConfig, dataset: ResponseDataset, mesh: Mesh
+) -> tuple[NamedSharding, PackedBatches]:
+    """How a batch's rows are split over a mesh, and this process's part of the batches.
+
+    Raises:
+      D3DError: rows that cannot be split, or limits that no response meets.
+    """
+    rows = config.batch_rows // config.micro_batches
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    if rows % parts:
+        raise D3DError(
+            f"batch_rows / micro_batches = {rows} must be a multiple of the {parts} devices "
+            "that rows are split over (data × fsdp)"
+        )
+    where = sharding.named("b.", (config.batch_rows, 1), mesh, sharding.ACTIVATION_RULES)
+    shard_index, shard_count = _own_rows(where, config.batch_rows)
+    batches = PackedBatches(
+        dataset,
+        max_tokens=config.max_tokens,
+        max_blocks=config.max_blocks,
+        anchors_per_document=config.anchors_per_document,
+        batch_rows=config.batch_rows,
+        seed=config.seed,
+        shard_index=shard_index,
+        shard_count=shard_count,
+    )
+    return where, batches
 
 
 def _own_rows(rows: NamedSharding, count: int) -> tuple[int, int]:

@@ -31,7 +31,8 @@ class Prune:
         distributions the least (kl); every n-th (even); the last.
       recovery: What recovery trains on: the unpruned drafter's distributions with a margin for the
         response's token, or as they are (plain); the responses alone; or no training.
-      documents: How many validation responses τ is measured on, evenly spread; 0 for all.
+      documents: How many validation responses τ is measured on, evenly spread; for kl, how many
+        packed rows of them are read. 0 for all.
       speed: Afterwards decode so many validation prompts with the drafter of every step, time its
         steps, and write depth against speed to report.json and depth.png.
       drafter_devices: Devices to use, as indices of jax.devices().

@@ -27,7 +27,7 @@ from d3d_jax.config import ModelConfig, Remat
 from d3d_jax.kernels.packed_attention import packed_attention
 from d3d_jax.layout import PackedLayout
 from d3d_jax.models.cache import KVCache, LayerKV, write
-from d3d_jax.models.linear import linear
+from d3d_jax.models.linear import PRODUCT, linear
 from d3d_jax.models.sharding import constrain, locally, mesh_axes, shared_axes
 
 Params = dict[str, Any]
@@ -351,8 +351,8 @@ def forward(
         cache the clean rows are the keys.
       remat: what the backward pass recomputes instead of keeping it: nothing, each layer
         (`full`), or each layer but the products with its weights (`dots`).
-      gates: [L], what each stacked layer adds to the residual stream is multiplied by: 0 is the
-        model without that layer, for every choice of layers with one compiled function.
+      gates: [L], what each layer adds to the residual stream is multiplied by: 0 is the model
+        without that layer, for every choice of layers with one compiled function.
       dtype: of activations, and of the weights where they are used; None: the embedding's.
 
     Returns:
@@ -365,7 +365,8 @@ def forward(
         written: list[LayerKV] = []
         for i, params_l in enumerate(layers):
             kv, length = (None, None) if cache is None else (cache.layers[i], cache.length)
-            x, kv = _layer(config, params_l)(x, tables, layout, kv, length)
+            gate = None if gates is None else gates[i].astype(x.dtype)
+            x, kv = _layer(config, params_l)(x, tables, layout, kv, length, gate)
             if kv is not None:
                 written.append(kv)
         if cache is not None:
@@ -388,7 +389,7 @@ def _recomputed(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     if remat == "none":
         return body
     policies = jax.checkpoint_policies
-    kept = policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    kept = policies.save_only_these_names(PRODUCT) if remat == "dots" else None
     # The scan itself keeps XLA from merging the two computations.
     return jax.checkpoint(body, policy=kept, prevent_cse=False)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from d3d_jax import layout
+from d3d_jax import flops, layout
 from d3d_jax.models import cache as caches
 from d3d_jax.models import checkpoint, checkpoint_writing, decoder
 from d3d_jax.models.linear import linear
@@ -93,6 +93,21 @@ def test_remat_and_scan_agree_with_the_unrolled_form():
     for remat in ("full", "dots"):
         again, _ = decoder.forward(config, params, tokens, rows, remat=remat)
         np.testing.assert_allclose(plain, again, atol=1e-5)
+
+
+def test_remat_computes_again_what_it_does_not_keep():
+    config = tiny_config()
+    params = tiny_params(config)
+    tokens = np.arange(10, dtype=np.int32)[None]
+    rows = layout.causal(jnp.zeros((1,), jnp.int32), 10)
+
+    def work(remat):
+        def loss(params):
+            return jnp.sum(decoder.forward(config, params, tokens, rows, remat=remat)[0])
+
+        return flops.count(jax.jit(jax.grad(loss)).trace(params).jaxpr)
+
+    assert work("none") < work("dots") < work("full")
 
 
 def test_skinny_linear_is_a_matrix_product():

@@ -13,6 +13,7 @@ from d3d_jax.models.sharding import make_mesh
 from d3d_jax.train import importance
 from d3d_jax.train.acceptance import OfflineAcceptance
 from d3d_jax.train.dataset import open_dataset
+from d3d_jax.train.distillation import Teacher
 from d3d_jax.train.pruning import PruneConfig, Pruning, layers_left, without
 from tests.tiny_models import tiny_config, tiny_drafter, tiny_params
 from tests.train.tiny_runs import CONFIG, make_dataset
@@ -75,6 +76,19 @@ def test_the_layer_whose_removal_scores_best_goes():
     ranking = importance.by_measure(lambda params, gates: float(worth @ gates), {}, [0, 2, 5])
     assert ranking.whole == pytest.approx(0.9) and ranking.least == 2
     assert ranking.scores == pytest.approx({0: 0.4, 2: 0.8, 5: 0.6})
+
+
+@pytest.mark.parametrize("vocab", [None, np.arange(0, 61, 2)], ids=["whole", "reduced"])
+def test_the_divergence_from_the_teacher_ranks_layers(home, vocab):
+    config, params, *_ = models()
+    drafter, own = tiny_drafter(config, params, layers=tuple(range(DEPTH)), vocab=vocab)
+    mesh = make_mesh(jax.devices()[:1])
+    validation = open_dataset(home / "dataset", "validation")
+    teacher = Teacher(drafter, own, None)
+    measure = importance.of_divergence(drafter, teacher, validation, CONFIG, 1, mesh)
+    ranking = importance.by_measure(measure, own, layers_left(drafter))
+    # Of the whole drafter from itself; rounding alone.
+    assert abs(ranking.whole) < 1e-5 < -max(ranking.scores.values())
 
 
 @pytest.mark.slow

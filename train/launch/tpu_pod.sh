@@ -14,12 +14,14 @@ CONFIG=${CONFIG:-qwen3-1.7b}
 FSDP=${FSDP:-16}
 MICRO_BATCHES=${MICRO_BATCHES:-16}
 
-everywhere() {
-  gcloud compute tpus tpu-vm ssh "$TPU" --zone "$ZONE" --worker=all --command "$1"
+on() {
+  gcloud compute tpus tpu-vm ssh "$TPU" --zone "$ZONE" --worker="$1" --command "$2"
 }
 
-everywhere "pip install --quiet '$SHARED/d3d_jax[tpu]'"
+# Built once: hosts that build in one checkout at the same time get in each other's way.
+on 0 "pip wheel --quiet --no-deps --wheel-dir '$SHARED/wheels' '$SHARED/d3d_jax'"
+on all "pip install --quiet --find-links '$SHARED/wheels' 'd3d_jax[tpu]'"
 # --distributed: each host learns from the slice's metadata which of how many it is.
-everywhere "d3d train --config '$CONFIG' --target '$TARGET' --drafter '$SHARED/drafter-0' \
+on all "d3d train --config '$CONFIG' --target '$TARGET' --drafter '$SHARED/drafter-0' \
   --data '$SHARED/data/dataset' --out '$SHARED/run' --distributed --fsdp $FSDP \
   micro_batches=$MICRO_BATCHES"
