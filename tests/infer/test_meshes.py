@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from d3d_jax import acceptance
 from d3d_jax.branches import Rectangle
 from d3d_jax.config import DecodeConfig
 from d3d_jax.errors import D3DError
@@ -144,7 +145,7 @@ def test_data_parallel_steps_gather_only_the_report():
     verify = programs("data 4")[1][0].compile()
     assert set(collectives(verify)) == {"all-gather"}
     width = roles(*PLACEMENTS["data 4"])[1].width
-    assert largest_result(verify, "all-gather") <= len(PROMPTS) * (width + 2)
+    assert largest_result(verify, "all-gather") <= len(PROMPTS) * (width + acceptance.TOKENS)
 
 
 def test_caches_are_split_by_kv_heads_and_rows():

@@ -143,18 +143,18 @@ def mixed_intervals():
     return lo[None].astype(np.int32), hi[None].astype(np.int32)
 
 
+# Every group, head dimension and type, tiles whole and divided; each pair of them once.
 CASES = [
-    (1, 64, "float32"),
-    (3, 64, "float32"),
-    (4, 128, "float32"),
-    (8, 128, "float32"),
-    (3, 64, "bfloat16"),
-    (8, 128, "bfloat16"),
+    (1, 64, "float32", False),
+    (3, 64, "float32", True),
+    (4, 128, "float32", False),
+    (8, 128, "float32", True),
+    (3, 64, "bfloat16", False),
+    (8, 128, "bfloat16", True),
 ]
 
 
-@pytest.mark.parametrize("divided", [False, True])
-@pytest.mark.parametrize("group, dim, dtype", CASES)
+@pytest.mark.parametrize("group, dim, dtype, divided", CASES)
 def test_training_forward_and_backward(group, dim, dtype, divided):
     (q, k, v), (d_out, d_lse) = draw_training(group, dim, dtype)
     for lo, hi in (training_intervals(), mixed_intervals()):

@@ -48,7 +48,7 @@ def on_one_device():
 
 @pytest.mark.parametrize(
     "sizes",
-    [dict(tensor=2), dict(tensor=8), dict(fsdp=4), dict(data=2, fsdp=2, tensor=2), dict(data=8)],
+    [dict(tensor=8), dict(fsdp=4), dict(data=2, fsdp=2, tensor=2), dict(data=8)],
     ids=str,
 )
 @pytest.mark.parametrize("tied", [True, False])

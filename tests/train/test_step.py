@@ -92,7 +92,7 @@ def slow(*values):
     "sizes, shared",
     [
         (dict(data=2, fsdp=2, tensor=2), True),
-        (dict(data=2, fsdp=4, micro_batches=2), False),
+        slow(dict(data=2, fsdp=4, micro_batches=2), False),
         slow(dict(tensor=8), True),
         slow(dict(tensor=8), False),
         slow(dict(fsdp=8), True),
