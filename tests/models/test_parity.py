@@ -16,7 +16,7 @@ from flax import nnx
 from d3d_jax import layout
 from d3d_jax.config import ModelConfig, Yarn
 from d3d_jax.models import cache as caches
-from d3d_jax.models import checkpoint_writing, decoder
+from d3d_jax.models import checkpoint_writing, decoder, rotary
 from tests.tiny_models import VOCAB, tiny_config
 
 torch = pytest.importorskip("torch")
@@ -167,7 +167,7 @@ def test_mlp(pair):
 def test_attention_without_a_cache(pair):
     x = numbers(BATCH, ROWS, pair.config.hidden_size)
     rows = first_rows()
-    tables = decoder.rotary_tables(rows.positions, pair.config)
+    tables = rotary.rotary_tables(rows.positions, pair.config)
     got, kv = jax.jit(lambda x: pair.layer.attn(x, tables, rows, None, None))(x)
     tables = their_tables(pair.theirs, x)
     assert kv is None
@@ -182,7 +182,7 @@ def test_attention_with_a_cache(pair):
     @jax.jit
     def step(x, kv, length):
         rows = layout.causal(length, x.shape[1])
-        tables = decoder.rotary_tables(rows.positions, pair.config)
+        tables = rotary.rotary_tables(rows.positions, pair.config)
         return pair.layer.attn(x, tables, rows, kv, length)
 
     start = 0
@@ -206,7 +206,7 @@ def test_attention_with_a_cache(pair):
 def test_one_layer(pair):
     x = numbers(BATCH, ROWS, pair.config.hidden_size)
     rows = first_rows()
-    tables = decoder.rotary_tables(rows.positions, pair.config)
+    tables = rotary.rotary_tables(rows.positions, pair.config)
     got, _ = jax.jit(lambda x: pair.layer(x, tables, rows))(x)
     with torch.no_grad():
         expected = pair.their_layer(
@@ -281,11 +281,11 @@ def test_rotary_tables(scaling, theta):
         theirs = transformers.models.qwen3.modeling_qwen3.Qwen3RotaryEmbedding(
             transformers.Qwen3Config(**config.to_hf())
         )
-        frequencies, factor = decoder.rotary_frequencies(config)
+        frequencies, factor = rotary.rotary_frequencies(config)
         assert frequencies.dtype == np.float32 and factor == theirs.attention_scaling
         # One unit in the last place: torch's float32 powers are not always rounded correctly.
         np.testing.assert_array_max_ulp(frequencies, theirs.inv_freq.numpy(), maxulp=1)
-        tables = decoder.rotary_tables(jnp.asarray(positions), config)
+        tables = rotary.rotary_tables(jnp.asarray(positions), config)
         # What that unit makes of the angle, twice rounded, and 1e-6 for cos and sin themselves.
         bound = factor * (positions[0, :, None] * frequencies * 2.0**-22 + 1e-6)
         for got, expected in zip(
