@@ -136,7 +136,7 @@ def table(depths: list[Depth]) -> Table:
     """Depth against acceptance and speed."""
     found = Table(
         "layers", "τ", "hits", "T_d ms", "T_p ms",
-        "sync ×", "predicted", "async ×", "predicted", "on its own devices, predicted",
+        "sync ×", "plan", "async ×", "plan", "apart, plan",
     )  # fmt: skip
     for depth in depths:
         hits = "" if depth.hit_rate is None else f"{depth.hit_rate:.0%}"
