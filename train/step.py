@@ -102,10 +102,9 @@ def fingerprint(params: Params) -> str:
     Sums modulo 2³², which no order changes, of each number's bits mixed with its place.
     """
 
-    @jax.jit
-    def one(leaf: jax.Array, seed: jax.Array) -> jax.Array:
+    def one(leaf: jax.Array, seed: int) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(leaf.astype(jnp.float32), jnp.uint32)
-        place = seed
+        place = jnp.uint32(seed)
         for axis, size in enumerate(leaf.shape):
             index = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
             place = place * jnp.uint32(size % 2**32) + index
@@ -115,11 +114,16 @@ def fingerprint(params: Params) -> str:
             mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
         return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
 
+    @jax.jit
+    def sums(leaf: jax.Array) -> jax.Array:
+        return jnp.stack([one(leaf, seed) for seed in range(4)])
+
     leaves = jax.tree.leaves(params)
     # Arrays of the host stay there: a device may have no room for a whole one.
     host = jax.local_devices(backend="cpu")[0]
     leaves = [x if isinstance(x, jax.Array) else jax.device_put(x, host) for x in leaves]
-    found = np.array([one(x, np.uint32(seed)) for seed in range(4) for x in leaves])
+    # One after the other: sums over processes that are under way at once may meet in other orders.
+    found = np.stack([np.asarray(sums(x)) for x in leaves])
     return hashlib.blake2b(found.tobytes(), digest_size=16).hexdigest()
 
 
