@@ -38,7 +38,8 @@ test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "slow and not tpu_compiler and not gpu_compiler and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile \
+		-m "slow and not tpu_compiler and not gpu_compiler and not gpu"
 
 # The compilers of TPUs and NVIDIA GPUs, which need neither. They lie beside the environment and not
 # in it: a jax that finds them looks for the hardware in every other test.
