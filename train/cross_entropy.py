@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from d3d_jax.models.linear import linear, precision, weight_gradient
+from d3d_jax.models.linear import linear, product, weight_gradient
 from d3d_jax.models.sharding import locally, mesh_axes, shared_axes
 from d3d_jax.train.distillation import taught
 
@@ -122,7 +122,7 @@ def _whole_pass(
             if fixed_head is not None:
                 wanted = linear(part[3], fixed_head, jnp.float32), margin
             loss, hit, slope = _chunk(part[0], whole, *part[1:3], vocabulary, wanted)
-            of_hidden = jnp.einsum("...v,vd->...d", slope, whole, precision=precision(hidden.dtype))
+            of_hidden = product("...v,vd->...d", slope, whole, hidden.dtype)
             if total is not None:
                 total += weight_gradient(slope, part[0], total.dtype)
             return total, (loss, hit, jax.lax.psum(of_hidden, vocabulary))
