@@ -38,9 +38,11 @@ checkpoint_every: 3
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """A folder with `target`, its `drafter`, `prompts.jsonl` and `config.yaml`."""
+    """A folder with `target`, its `drafter`, a `deep` one, `prompts.jsonl` and `config.yaml`."""
     folder = tmp_path_factory.mktemp("models")
-    write_drafter(folder / "drafter", write_target(folder / "target"))
+    target = write_target(folder / "target")
+    write_drafter(folder / "drafter", target)
+    write_drafter(folder / "deep", target, layers=(0, 1))
     prompts = [{"turns": [f"the hello {i}"], "topic": "ab"[i % 2]} for i in range(12)]
     lines = [
         json.dumps({**p, "split": "validation"} if i > 8 else p) for i, p in enumerate(prompts)
@@ -150,20 +152,13 @@ def test_respond_init_train_evaluate(models, responses, tmp_path, capsys):
     config = json.loads((first / "config.json").read_text())["d3d"]
     assert config["draft_vocab_size"] == 40 and config["source_layers"] == [1]
     assert config["shares"] == ["embed", "head"]
-    bare = [
-        "--from",
-        str(models / "target"),
-        "--random-layers",
-        "2",
-        "--out",
-        str(tmp_path / "raw"),
-    ]
-    assert cli.main(["init-drafter", *target, *bare]) == 0
+    bare = ["--from", str(models / "target"), "--random-layers", "2"]
+    assert cli.main(["init-drafter", *target, *bare, "--out", str(tmp_path / "raw")]) == 0
     raw = json.loads((tmp_path / "raw/config.json").read_text())
     assert raw["num_hidden_layers"] == 2 and raw["d3d"]["source_layers"] == []
-    less = ["--config", str(models / "config.yaml"), "--drafter", str(tmp_path / "raw")]
+    less = ["--config", str(models / "config.yaml"), "--drafter", str(models / "deep")]
     less += ["--keep", "0", "--by", "last", "--recovery", "none", "--out", str(tmp_path / "less")]
-    assert cli.main(["prune", *target, *data, *less]) == 0
+    assert cli.main(["prune", *target, *data, *less, "--drafter-devices", "0"]) == 0
     pruned = json.loads((tmp_path / "less/drafter/config.json").read_text())
     assert pruned["num_hidden_layers"] == 1 and pruned["d3d"]["pruned_layers"] == [1]
 
@@ -389,13 +384,13 @@ def test_a_folder_that_cannot_be_written_is_said_before_any_work(
 ):
     (tmp_path / "file").touch()
     out = ["--target", str(models / "target"), "--out", str(tmp_path / "file/out")]
-    drafter = ["--drafter", str(models / "drafter")]
+    drafter, deep = ["--drafter", str(models / "drafter")], ["--drafter", str(models / "deep")]
     data = ["--data", str(responses / "dataset"), "--config", str(models / "config.yaml")]
     for command in (
         ["respond", "--prompts", str(models / "prompts.jsonl")],
         ["init-drafter", "--from", str(models / "target")],
         ["train", *data, *drafter, "--drafter-devices", "0"],
-        ["prune", *data, *drafter, "--drafter-devices", "0"],
+        ["prune", *data, *deep, "--drafter-devices", "0"],
         ["demo", *drafter],
     ):
         assert "file" in one_error(capsys, cli.main([*command, *out]))

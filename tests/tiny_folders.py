@@ -32,8 +32,8 @@ def write_target(folder: Path, seed: int = 0, template: str = CHAT_TEMPLATE) -> 
     return folder
 
 
-def write_drafter(folder: Path, source: Path, **changes) -> Path:
-    """A drafter of the last layer of a `write_target` folder, sharing its embedding."""
+def write_drafter(folder: Path, source: Path, layers: tuple[int, ...] = (1,), **changes) -> Path:
+    """A drafter of layers of a `write_target` folder, the last one alone, sharing its embedding."""
     config, _ = checkpoint.read_config(source)
     params = checkpoint.load_params(source, config, stacked=True)
     tokenizer = Tokenizer.from_folder(source)
@@ -43,7 +43,7 @@ def write_drafter(folder: Path, source: Path, **changes) -> Path:
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "template_fingerprint": tokenizer.template_fingerprint,
     }
-    drafter, own = tiny_drafter(config, params, layers=(1,), **(fields | changes))
+    drafter, own = tiny_drafter(config, params, layers=layers, **(fields | changes))
     own = {name: leaf for name, leaf in own.items() if name not in ("embed", "head")}
     checkpoint_writing.save_model(folder, drafter.model, own, drafter=drafter.drafter)
     return folder
