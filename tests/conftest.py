@@ -2,6 +2,10 @@
 
 import os
 
+# Nearly all of a test's time goes into compiling programs that run for a moment: LLVM need not
+# optimize them. jax reads this when it is imported, in the processes that tests start as well.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -20,3 +24,13 @@ def compiled(tmp_path_factory):
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def optimized():
+    """For modules that run the real model, which takes its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
+        jax.config.update("jax_disable_most_optimizations", False)
+        yield
+    jax.config.update("jax_disable_most_optimizations", True)

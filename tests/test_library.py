@@ -61,6 +61,7 @@ def test_the_example_of_the_readme_runs_on_a_tiny_model(folders):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 def test_the_example_of_the_readme_runs_as_it_is():
     printed = run(readme_example())
     expected = r"blue.* \d\.\d+ (stop|length)\n\(1, \d+, 49152\)\n.*\w+.*\n$"

@@ -73,7 +73,7 @@ def _others_alive() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1 or "INVALID_ARGUMENT" in str(error):
+        if jax.process_count() == 1:
             raise
         raise LostProcessError(
             "another process of this run has ended or cannot be reached; the same command in all "
@@ -93,6 +93,10 @@ class Trainer:
       report: called with the metrics of every step, for a progress display.
       mesh: of `sharding.make_mesh`; None: all devices, each with its own rows.
       teacher: a drafter to learn the distributions of (stacked NumPy arrays); None: the responses.
+
+    Raises:
+      D3DError: rows that the mesh cannot split, limits that no response meets, a run folder of
+        other settings, or a teacher that holds arrays which the run takes over.
     """
 
     drafter: Drafter
@@ -111,6 +115,12 @@ class Trainer:
             on_cpu = self.mesh.devices.flat[0].platform == "cpu"
             compute = "float32" if on_cpu else "bfloat16"
             self.config = dataclasses.replace(self.config, compute=compute)
+        trained = split(self.drafter, self.params)[1]
+        if self.teacher is not None and _arrays(trained) & _arrays(self.teacher.params):
+            raise D3DError(
+                "the teacher shares arrays with the parameters to train, which the run takes over: "
+                "give it copies"
+            )
         self._whole = NamedSharding(self.mesh, PartitionSpec())
         self._rows, self._batches = packed_batches(self.config, self.dataset, self.mesh)
         self._folder = RunFolder(self.run, self._settings(), self.config.keep_checkpoints)
@@ -302,6 +312,11 @@ class _Loop:
         self._folder.log(record)
         self._trainer.report(record)
         return signalled
+
+
+def _arrays(params: Params) -> set[int]:
+    """Which arrays on devices these parameters are."""
+    return {id(leaf) for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)}
 
 
 def packed_batches(

@@ -21,7 +21,11 @@ from d3d_jax.sampling import SamplingParams
 from d3d_jax.train.acceptance import OfflineAcceptance
 from tests.tiny_models import Documents
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("optimized"),
+]
 NAME = "smollm2-135m"
 NEAR_TIE = 1e-3
 

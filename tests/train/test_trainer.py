@@ -1,5 +1,6 @@
 """The trainer on a tiny drafter: resume bit for bit, learning, refusals."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -8,6 +9,7 @@ import struct
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -19,6 +21,7 @@ from d3d_jax.models import checkpoint, checkpoint_writing
 from d3d_jax.train import run_folder
 from d3d_jax.train import trainer as trainers
 from d3d_jax.train.config import load_config
+from d3d_jax.train.distillation import Teacher
 from tests.tiny_models import VOCAB, tiny_config, tiny_params
 from tests.train.tiny_runs import CONFIG, make_dataset, make_trainer
 
@@ -202,6 +205,21 @@ def test_settings_and_devices_are_checked_first(tmp_path, dataset):
         make_trainer(tmp_path / "run", dataset, seed=1)
     with pytest.raises(D3DError, match="multiple of the 2 devices that rows"):
         make_trainer(tmp_path / "other", dataset, batch_rows=1)
+
+
+def test_a_teacher_holds_no_array_that_the_run_takes_over(tmp_path, dataset):
+    trainer = make_trainer(tmp_path / "run", dataset)
+    params = jax.tree.map(jnp.asarray, trainer.params)
+
+    def taught(teacher_params):
+        teacher = Teacher(trainer.drafter, teacher_params)
+        changes = {"params": params, "teacher": teacher, "run": tmp_path / "taught"}
+        return dataclasses.replace(trainer, **changes)
+
+    with pytest.raises(D3DError, match="give it copies"):
+        taught({**trainer.params, "norm": params["norm"]})
+    # What is not trained may be the same.
+    assert taught({**trainer.params, "embed": params["embed"]}).teacher
 
 
 def test_configs_refuse_what_they_do_not_know(tmp_path):
