@@ -63,6 +63,8 @@ class Batch:
 
     def grow(self, capacity: int) -> None:
         """Makes room for at least `capacity` tokens in every slot."""
+        if capacity <= self.capacity:
+            return  # as before nearly every round
         cache = self.target.grown(self.state.cache, capacity)
         self.state = dataclasses.replace(self.state, cache=cache)
         if self.drafter is not None and self.drafts is not None:
