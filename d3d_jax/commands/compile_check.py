@@ -110,7 +110,7 @@ def _programs(
 ) -> Iterator[programs.Program]:
     devices = topology.devices
     if options.what == "train":
-        mesh = sharding.make_mesh(devices, fsdp=options.fsdp, tensor=options.tensor)
+        mesh = sharding.make_mesh(devices, fsdp=options.fsdp, tensor=options.tensor, arrange=True)
         mesh = sharding.model_mesh(mesh, drafter.model)
         yield programs.train_step(drafter, train_config(options, len(devices)), mesh)
         return

@@ -51,14 +51,19 @@ ACTIVATION_RULES: Rules = {
 
 
 def make_mesh(
-    devices: Any = None, *, data: int | None = None, fsdp: int = 1, tensor: int = 1
+    devices: Any = None,
+    *,
+    data: int | None = None,
+    fsdp: int = 1,
+    tensor: int = 1,
+    arrange: bool = False,
 ) -> Mesh:
     """A mesh over devices.
 
     Args:
-      devices: `jax.Device`s, taken in their order; None takes all, in the order that suits the
-        machine's links.
+      devices: `jax.Device`s, taken in their order; None takes all and arranges them.
       data: None takes what the others leave.
+      arrange: take the devices, a whole machine or slice, in the order that suits its links.
 
     Raises:
       D3DError: no devices, or sizes that do not multiply to their number.
@@ -77,8 +82,9 @@ def make_mesh(
             f"{data * fsdp * tensor} devices, {len(given)} were given"
         )
     shape = (data, fsdp, tensor)
-    if devices is None:
-        grid = mesh_utils.create_device_mesh(shape)
+    if devices is None or arrange:
+        # An axis may be part of a physical one: 8 × 2 of a slice of 4 × 4 chips, for one.
+        grid = mesh_utils.create_device_mesh(shape, given, allow_split_physical_axes=True)
     else:
         grid = np.array(given, dtype=object).reshape(shape)
     return Mesh(grid, USER_AXES, axis_types=(AxisType.Auto,) * 3)

@@ -57,3 +57,18 @@ def test_verification_on_a_mesh_takes_the_kernel_and_the_collectives_expected(na
     held = 2 * LAYERS * split.shard_shape(shape)[1] * BATCH * KEYS * config.head_dim * 2
     assert memory.alias_size_in_bytes >= held
     assert memory.temp_size_in_bytes < held
+
+
+@pytest.mark.parametrize(
+    "chips, sizes",
+    [
+        ("v5e:4x4", {"fsdp": 8, "tensor": 2}),
+        ("v5e:8x8", {"fsdp": 16}),
+        ("v5p:4x4x4", {"fsdp": 32, "tensor": 2}),
+    ],
+)
+def test_a_mesh_may_split_the_links_of_a_slice(chips, sizes):
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=chips).devices
+    mesh = sharding.make_mesh(devices, **sizes, arrange=True)
+    assert set(mesh.devices.flat) == set(devices)
+    assert all(mesh.shape[axis] == size for axis, size in sizes.items())
