@@ -50,6 +50,7 @@ def test_the_command_of_a_recipe_is_one_that_d3d_takes(script, launch, tmp_path)
     options = cli._parse((tmp_path / "d3d.log").read_text().splitlines())
     assert isinstance(options, Train) and options.processes.several
     assert options.data == Path("/a folder/data/dataset") and options.fsdp > 1
+    assert options.drafter == "/a folder/drafter-0" and options.out == Path("/a folder/run")
     config = load_config(options.config, options.overrides)
     assert config.batch_rows == 16 * config.micro_batches  # one row a device
 
@@ -70,8 +71,9 @@ def test_a_job_that_was_ended_goes_back_into_the_queue(launch, tmp_path):
 
 def test_every_shipped_config_can_be_read_and_the_papers_say_what_it_publishes():
     configs = {file.stem: load_config(file.stem) for file in CONFIGS.glob("*.yaml")}
-    assert {"demo", "smollm2-135m", "qwen3-1.7b", "qwen3-8b", "qwen3-32b"} == set(configs)
-    for name in ("qwen3-1.7b", "qwen3-8b", "qwen3-32b"):
+    papers = {"qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-32b"}
+    assert {"demo", "smollm2-135m", *papers} == set(configs)
+    for name in papers:
         assert configs[name].anchors_per_document == 128 and configs[name].ar_weight == 1.0
     # The two of the paper's drafters of its size are one recipe.
     assert dataclasses.asdict(configs["qwen3-8b"]) == dataclasses.asdict(configs["qwen3-32b"])

@@ -4,12 +4,14 @@
 #   TPU=my-slice ZONE=us-west4-a SHARED=/mnt/shared bash train/launch/tpu_pod.sh
 #
 # SHARED is one file system that every host has mounted (Filestore, NFS): it holds the checkout, the
-# data of `d3d respond`, the untrained drafter of `d3d init-drafter`, and the run. Given again, the
-# same command continues the run, on a slice of another size too.
+# data of `d3d respond`, the untrained drafter of `d3d init-drafter` (DRAFTER), and the run (RUN).
+# Given again, the same command continues the run, on a slice of another size too.
 set -euo pipefail
 : "${TPU:?name of the TPU slice}" "${ZONE:?its zone}" "${SHARED:?folder that all hosts share}"
 TARGET=${TARGET:-Qwen/Qwen3-8B}
 CONFIG=${CONFIG:-qwen3-1.7b}
+DRAFTER=${DRAFTER:-drafter-0}
+RUN=${RUN:-run}
 # Weights and moments are split over FSDP chips; 256 rows a step, one a chip and micro-batch.
 FSDP=${FSDP:-16}
 MICRO_BATCHES=${MICRO_BATCHES:-16}
@@ -22,6 +24,6 @@ on() {
 on 0 "pip wheel --quiet --no-deps --wheel-dir '$SHARED/wheels' '$SHARED/d3d_jax'"
 on all "pip install --quiet --find-links '$SHARED/wheels' 'd3d_jax[tpu]'"
 # --distributed: each host learns from the slice's metadata which of how many it is.
-on all "d3d train --config '$CONFIG' --target '$TARGET' --drafter '$SHARED/drafter-0' \
-  --data '$SHARED/data/dataset' --out '$SHARED/run' --distributed --fsdp $FSDP \
+on all "d3d train --config '$CONFIG' --target '$TARGET' --drafter '$SHARED/$DRAFTER' \
+  --data '$SHARED/data/dataset' --out '$SHARED/$RUN' --distributed --fsdp $FSDP \
   micro_batches=$MICRO_BATCHES"
