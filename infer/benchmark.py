@@ -228,8 +228,8 @@ def warm_up_prompts(
         longest = max(
             len(chat(c, [[]] * (len(c.turns) - 1))) + new * (len(c.turns) - 1) for c in several
         )
-        longest = min(longest, decoder.limit - 1)
-        found += [[0] * length for length in (*CHUNKS, longest) if length <= longest]
+        # All passes there are: a reply may come back as other tokens, and more of them.
+        found += [[0] * min(length, decoder.limit - 1) for length in (*CHUNKS, longest)]
     return found
 
 

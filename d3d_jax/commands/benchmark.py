@@ -75,9 +75,10 @@ def _measure(
         for group in groups:
             missing = [key for key in group if folder.read(key) is None]
             done += len(group) - len(missing)
-            decoders = {}
-            for mode in dict.fromkeys(key.mode for key in missing):
-                first = group[0]
+            decoders, first = {}, group[0]
+            for mode in options.modes:
+                if all(key.mode != mode for key in missing):
+                    continue
                 bar.update(done, f"compiling {mode}, {first.concurrency} at a time")
                 decoders[mode] = bench.warmed(mode, first.temperature, first.concurrency, every)
             for key in missing:

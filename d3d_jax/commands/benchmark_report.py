@@ -29,9 +29,9 @@ def print_result(result: dict[str, Any]) -> None:
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("task")
-    table.add_column("mode")
-    for name in ("τ", "pooled", "hits", "tok/s", "× decode", "× all", "first", "same"):
+    for name in ("task", "mode"):
+        table.add_column(name, no_wrap=True)
+    for name in ("τ", "pooled", "hits", "tok/s", "decode ×", "all ×", "first", "same"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         if "failed" in row:
