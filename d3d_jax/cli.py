@@ -22,7 +22,9 @@ from d3d_jax.commands import (
     check_options,
     options,
     prune_options,
+    report_options,
     respond_options,
+    sweep_options,
 )
 from d3d_jax.errors import D3DError
 
@@ -40,6 +42,8 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "calibrate": (options.Calibrate, "d3d_jax.commands.calibrate"),
     "compile-check": (check_options.CompileCheck, "d3d_jax.commands.compile_check"),
     "benchmark": (benchmark_options.Benchmark, "d3d_jax.commands.benchmark"),
+    "sweep": (sweep_options.Sweep, "d3d_jax.commands.sweep"),
+    "report": (report_options.Report, "d3d_jax.commands.report"),
     "plan": (options.Plan, "d3d_jax.commands.plan"),
 }
 _DESCRIPTION = "Lossless speculative decoding with standalone block-diffusion drafters."

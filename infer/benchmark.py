@@ -224,12 +224,13 @@ def warm_up_prompts(
     found = [chat(conversation, []) for conversation in conversations]
     several = [c for c in conversations if len(c.turns) > 1]
     if several:
-        new = decoder.config.max_new_tokens
+        # A reply may come back through its text as other tokens, and more of them.
+        of_reply = 2 * decoder.config.max_new_tokens
         longest = max(
-            len(chat(c, [[]] * (len(c.turns) - 1))) + new * (len(c.turns) - 1) for c in several
+            len(chat(c, [[]] * (len(c.turns) - 1))) + of_reply * (len(c.turns) - 1) for c in several
         )
-        # All passes there are: a reply may come back as other tokens, and more of them.
-        found += [[0] * min(length, decoder.limit - 1) for length in (*CHUNKS, longest)]
+        longest = min(longest, decoder.limit - 1)
+        found += [[0] * rows for rows in CHUNKS if rows < longest] + [[0] * longest]
     return found
 
 

@@ -17,6 +17,9 @@ from d3d_jax.commands.option_groups import (
 from d3d_jax.config import Miss, Mode
 from d3d_jax.errors import D3DError
 
+# What the JSON says it is, and the task of its rows over all tasks.
+KIND, OVERALL = "d3d benchmark", "overall"
+
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:

@@ -10,6 +10,15 @@ from rich.table import Table
 
 # Divergences that are told one by one; the JSON has all.
 _MOST_TOLD = 10
+# The steps that are timed alone, as they are called in tables.
+STEPS = {
+    "plain": "plain step",
+    "verify": "T_v",
+    "draft": "T_d of sync",
+    "prepare": "T_p",
+    "resolve": "choice",
+    "miss": "choice, miss",
+}
 
 
 def print_result(result: dict[str, Any]) -> None:
@@ -23,7 +32,7 @@ def print_result(result: dict[str, Any]) -> None:
     for (temperature, concurrency), rows in groups.items():
         console.print(_table(f"temperature {temperature:g}, {concurrency} at a time", rows))
     console.print(_steps(result))
-    for sentence in _sentences(result):
+    for sentence in sentences(result):
         console.print(sentence, markup=False)
 
 
@@ -54,23 +63,15 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
 
 
 def _steps(result: dict[str, Any]) -> Table:
-    names = {
-        "plain": "plain step",
-        "verify": "T_v",
-        "draft": "T_d of sync",
-        "prepare": "T_p",
-        "resolve": "choice",
-        "miss": "choice, miss",
-    }
     table = Table("at a time", title="ms of single steps", title_justify="left", box=box.SIMPLE)
-    for name in names.values():
+    for name in STEPS.values():
         table.add_column(name, justify="right")
     for batch, steps in result["step_ms"].items():
-        table.add_row(batch, *(number(steps.get(name), ".1f") for name in names))
+        table.add_row(batch, *(number(steps.get(name), ".1f") for name in STEPS))
     return table
 
 
-def _sentences(result: dict[str, Any]) -> list[str]:
+def sentences(result: dict[str, Any]) -> list[str]:
     """What failed, which replies differ, and what would make the times doubtful."""
     told, divergent = [], []
     for row in result["results"]:

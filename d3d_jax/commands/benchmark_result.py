@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from d3d_jax.commands.benchmark_folder import BenchmarkFolder, Key
+from d3d_jax.commands.benchmark_options import KIND, OVERALL
 from d3d_jax.commands.benchmark_tasks import Task
 from d3d_jax.infer.benchmark import Point
 from d3d_jax.infer.benchmark_bench import Bench
 from d3d_jax.infer.benchmark_summary import DEFINITIONS, divergences, merged, summarise
 
-KIND, OVERALL = "d3d benchmark", "overall"
 # By repeat, or why one of them failed.
 Points = list[Point] | str
 
