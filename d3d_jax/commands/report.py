@@ -57,7 +57,7 @@ def _benchmarks(sources: Sequence[Source], options: Report) -> list[str]:
         tables.settings_table(sources),
         "\n".join(f"- {text}" for text in definitions),
         "## Speedup by task",
-        tables.speedup_table(sources, options.published),
+        *tables.speedup_tables(sources, options.published),
         *([tables.published_sources()] if options.published else []),
         _picture("speedup.png"),
         "## Acceptance by offset",

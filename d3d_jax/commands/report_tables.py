@@ -11,6 +11,7 @@ from d3d_jax.commands.published import NOTE, PUBLISHED
 from d3d_jax.commands.report_files import Source
 
 Row = dict[str, Any]
+_THEIR_AVERAGE = "average as published"
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -52,32 +53,41 @@ def settings_table(sources: Sequence[Source]) -> str:
     return markdown(("run", *names), rows)
 
 
-def speedup_table(sources: Sequence[Source], published: bool) -> str:
-    """Speedup over plain decoding, decoding alone, by task; papers' figures stand to the right."""
+def speedup_tables(sources: Sequence[Source], published: bool) -> list[str]:
+    """Speedup over plain decoding, prefill excluded, by task: tables with their headings."""
+    rows = [(source.name, row) for source in sources for row in source.content["results"]]
+    parts = []
+    for place in sorted({(row["temperature"], row["concurrency"]) for _, row in rows}):
+        own = [(n, row) for n, row in rows if (row["temperature"], row["concurrency"]) == place]
+        parts.append(f"### Temperature {place[0]:g}, {place[1]} at a time")
+        # What papers state is greedy and of one request.
+        parts.append(_speedup_table(own, published and place == (0, 1)))
+    return parts
+
+
+def _speedup_table(rows: Sequence[tuple[str, Row]], published: bool) -> str:
     columns: dict[str, dict[str, str]] = {}
-    tasks: dict[str, None] = {}
-    for source in sources:
-        for row in source.content["results"]:
-            tasks[row["task"]] = None
-            if row["mode"] == "plain":
-                continue
-            column = columns.setdefault(f"{source.name}: {way(row)}", {})
-            if "failed" in row:
-                column[row["task"]] = "failed"
-            elif row["speedup_decode"] is not None:
-                column[row["task"]] = (
-                    f"{number(row['speedup_decode'], '.2f')} × (τ {number(row['tau_mean'], '.2f')})"
-                )
+    for name, row in rows:
+        if row["mode"] == "plain":
+            continue
+        column = columns.setdefault(f"{name}: {row['mode']}", {})
+        if "failed" in row:
+            column[row["task"]] = "failed"
+        elif row["speedup_decode"] is not None:
+            speedup, tau = number(row["speedup_decode"], ".2f"), number(row["tau_mean"], ".2f")
+            column[row["task"]] = f"{speedup} × (τ {tau})"
+    order = list(dict.fromkeys(row["task"] for _, row in rows))
+    order.sort(key=OVERALL.__eq__)
     if published:
+        # Of the papers' own tasks, not of those measured here.
+        order.append(_THEIR_AVERAGE)
         for one in PUBLISHED:
             own = columns.setdefault(f"{one.name}; {NOTE}", {})
             for task, speedup in one.speedups.items():
                 tau = f" (τ {one.taus[task]:.2f})" if task in one.taus else ""
-                own[task] = f"{speedup:.2f} ×{tau}"
-    order = [task for task in tasks if task != OVERALL]
-    order += [OVERALL] if OVERALL in tasks else []
-    rows = [[task, *(column.get(task, "") for column in columns.values())] for task in order]
-    return markdown(("task", *columns), rows)
+                own[_THEIR_AVERAGE if task == OVERALL else task] = f"{speedup:.2f} ×{tau}"
+    body = [[task, *(column.get(task, "") for column in columns.values())] for task in order]
+    return markdown(("task", *columns), body)
 
 
 def published_sources() -> str:
