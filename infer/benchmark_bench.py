@@ -92,7 +92,7 @@ class Bench:
     def devices(self, mode: str) -> int:
         """How many pieces of hardware a mode uses; a CPU's devices are one machine."""
         used = set(self.target.sharding.device_set)
-        if self.drafter is not None and mode != "plain":
+        if self.drafter is not None and mode in ("sync", "async"):
             used |= self.drafter.sharding.device_set
         return 1 if all(device.platform == "cpu" for device in used) else len(used)
 

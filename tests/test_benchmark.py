@@ -240,3 +240,19 @@ def test_samples_are_drawn_by_the_seed_in_the_order_of_the_file(models):
     assert all(list(rows(seed)) == sorted(set(rows(seed))) for seed in range(9))
     assert rows(0, samples=0) == rows(0, samples=7) == (0, 1, 2, 3, 4)
     assert benchmark_tasks.prompt_files([]) == {}
+
+
+def test_a_peer_says_the_same_tokens_and_stands_beside_the_modes(models, tmp_path, capsys):
+    pytest.importorskip("torch")
+    args = ["--peer", "--modes", "plain", "--repeats", "1", "--samples", "2"]
+    assert run(models, tmp_path / "out", *args) == 0
+    rows = json.loads((tmp_path / "out/benchmark.json").read_text())["results"]
+    assert [row["mode"] for row in rows[:3]] == ["plain", "torch", "torch-lookup"]
+    for row in rows:
+        if row["mode"] != "plain":
+            assert row["identical"] == row["compared"] > 0
+            assert row["speedup_decode"]["median"] > 0 and row["devices"] == 1
+    looked_up = [row["tau_pooled"] for row in rows if row["mode"] == "torch-lookup"]
+    assert all(tau >= 1 for tau in looked_up)
+    said = one_error(capsys, run(models, tmp_path / "hot", *args, "--temperature", "1"))
+    assert "--peer decodes greedily and one prompt at a time" in said

@@ -9,6 +9,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from d3d_jax.commands.benchmark_folder import BenchmarkFolder, Key
 from d3d_jax.commands.benchmark_options import Benchmark
 from d3d_jax.commands.benchmark_report import print_result
@@ -21,6 +23,8 @@ from d3d_jax.config import Mode
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.benchmark import Conversation
 from d3d_jax.infer.benchmark_bench import Bench
+from d3d_jax.infer.benchmark_peer import PEERS, TorchPeer, peer_versions
+from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.measure_rounds import machine
 from d3d_jax.infer.model import ModelFiles
 
@@ -39,6 +43,7 @@ def run(options: Benchmark) -> None:
     folder = BenchmarkFolder(options.out, asked)
     with busy(f"loading {options.target}"):
         decoder = files.load(options.max_new_tokens)
+        peer = _peer(options, files, decoder)
     bench = Bench(
         decoder.target,
         decoder.drafter,
@@ -49,7 +54,7 @@ def run(options: Benchmark) -> None:
         options.seed,
     )
     try:
-        _measure(options, tasks, folder, bench)
+        _measure(options, tasks, folder, bench, peer)
         with busy("comparing replies and timing steps"):
             result = make_result(asked, tasks, folder, bench)
     except KeyboardInterrupt:
@@ -64,7 +69,11 @@ def run(options: Benchmark) -> None:
 
 
 def _measure(
-    options: Benchmark, tasks: Sequence[Task], folder: BenchmarkFolder, bench: Bench
+    options: Benchmark,
+    tasks: Sequence[Task],
+    folder: BenchmarkFolder,
+    bench: Bench,
+    peer: TorchPeer | None,
 ) -> None:
     """Measures what is missing; a mode that runs out of memory is noted as failed there."""
     conversations = {task.name: task.conversations for task in tasks}
@@ -83,8 +92,12 @@ def _measure(
                 decoders[mode] = bench.warmed(mode, first.temperature, first.concurrency, every)
             for key in missing:
                 bar.update(done, f"{key.task}, {key.mode}, {key.concurrency} at a time")
-                decoder = decoders[key.mode]
-                folder.write(key, bench.point(decoder, key.temperature, conversations[key.task]))
+                own = conversations[key.task]
+                if peer is not None and key.mode in PEERS:
+                    point = peer.point(key.mode, own, bench.chat)
+                else:
+                    point = bench.point(decoders[key.mode], key.temperature, own)
+                folder.write(key, point)
                 done += 1
         bar.update(done)
 
@@ -94,12 +107,12 @@ def _groups(options: Benchmark, tasks: Sequence[Task]) -> list[list[Key]]:
 
     The modes take turns at being first.
     """
-    groups = []
+    groups, modes = [], _modes(options)
     for temperature, concurrency in itertools.product(options.temperature, options.concurrency):
         found = []
         for (number, task), repeat in itertools.product(enumerate(tasks), range(options.repeats)):
-            turn = (number + repeat) % len(options.modes)
-            for mode in options.modes[turn:] + options.modes[:turn]:
+            turn = (number + repeat) % len(modes)
+            for mode in modes[turn:] + modes[:turn]:
                 found.append(Key(task.name, temperature, concurrency, repeat, mode))
         groups.append(found)
     return groups
@@ -112,13 +125,31 @@ def settings(options: Benchmark, files: DecoderFiles, tasks: Sequence[Task]) -> 
         del given[name]
     return {
         **given,
+        "modes": _modes(options),
         "tasks": {task.name: task.source for task in tasks},
         "policy": files.drafter and str(files.drafter.policy),
         "block_size": files.drafter and files.drafter.policy.block_size,
         "target_config": dataclasses.asdict(files.target.config),
         "drafter_config": files.drafter and dataclasses.asdict(files.drafter.config),
-        "machine": machine(),
+        "machine": machine() | (peer_versions() if options.peer else {}),
     }
+
+
+def _peer(options: Benchmark, files: DecoderFiles, decoder: Decoder) -> TorchPeer | None:
+    if not options.peer:
+        return None
+    return TorchPeer(
+        files.target.folder,
+        jnp.dtype(decoder.target.dtype).name,
+        files.target.tokenizer.stop_ids,
+        options.max_new_tokens,
+        decoder.limit,
+    )
+
+
+def _modes(options: Benchmark) -> tuple[str, ...]:
+    """What takes turns."""
+    return (*options.modes, *(PEERS if options.peer else ()))
 
 
 def _decoding(options: Benchmark) -> Decoding:

@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from d3d_jax.config import Mode
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.benchmark import Point
 from d3d_jax.train.responses import write_atomic
@@ -28,7 +27,7 @@ class Key:
     temperature: float
     concurrency: int
     repeat: int
-    mode: Mode
+    mode: str
 
     @property
     def file_name(self) -> str:

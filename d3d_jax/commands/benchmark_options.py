@@ -40,6 +40,8 @@ class Benchmark:
       temperature: 0 takes the likeliest token; several are measured one after another.
       modes: Ways to decode; speedups and the comparison of tokens need plain among them.
       concurrency: Prompts decoded at a time; several are measured one after another.
+      peer: Also decode with transformers + torch, if installed: plain and prompt-lookup generation
+        of the same weights, taking turns with the modes.
       repeats: How often each point is measured, the modes taking turns.
       max_new_tokens: Longest reply, the stop token included.
       max_length: Longest prompt and reply together.
@@ -66,6 +68,7 @@ class Benchmark:
     temperature: Annotated[tuple[float, ...], arg("T ...")] = (0.0,)
     modes: Annotated[tuple[Mode, ...], arg("{plain,sync,async} ...")] = ("plain", "sync", "async")
     concurrency: Annotated[tuple[int, ...], arg("N ...")] = (1,)
+    peer: bool = False
     repeats: int = 3
     max_new_tokens: int = 2048
     max_length: Annotated[int | None, arg("N", "the model's own limit")] = None
@@ -94,6 +97,11 @@ class Benchmark:
         for value in self.temperature:
             if not math.isfinite(value) or value < 0:
                 raise D3DError(f"--temperature must be a number from 0, found {value}")
+        if self.peer and (self.temperature, self.concurrency) != ((0.0,), (1,)):
+            raise D3DError(
+                "--peer decodes greedily and one prompt at a time: leave out --temperature and "
+                "--concurrency"
+            )
         if self.samples and max(self.concurrency) > self.samples:
             raise D3DError(
                 f"--concurrency {max(self.concurrency)} needs as many prompts of each task: give "

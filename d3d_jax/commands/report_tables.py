@@ -12,6 +12,8 @@ from d3d_jax.commands.report_files import Source
 
 Row = dict[str, Any]
 _THEIR_AVERAGE = "average as published"
+# What a plan predicts, and how it is shown.
+_PLANNED = {"tau": ".2f", "hit_rate": ".0%", "tokens_per_second": ".1f", "speedup": ".2f"}
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -225,14 +227,14 @@ def depth_table(source: Source) -> str:
 
 def sweep_table(rows: Sequence[Row], axis: str) -> str:
     """Measured beside planned, along one axis of a sweep."""
-    header = (axis, "setting", "τ", "planned", "hits", "planned", "tokens/s", "planned", "×",
-              "planned")  # fmt: skip
+    header = [axis, "setting"]
+    for name in ("τ", "hits", "tokens/s", "×"):
+        header += [name, f"{name} planned"]
     found = []
     for row in rows:
         planned = row["predicted"] or {}
-        found.append([str(row["value"]), row["setting"]])
-        for name, form in (
-            ("tau", ".2f"), ("hit_rate", ".0%"), ("tokens_per_second", ".1f"), ("speedup", ".2f"),
-        ):  # fmt: skip
+        found.append([str(row["value"]), ", ".join(filter(None, (row["setting"], row["policy"])))])
+        for name, form in _PLANNED.items():
             found[-1] += [number(row[name], form), number(planned.get(name), form)]
-    return markdown(header, found)
+        found[-1].append(f"{row['identical']}/{row['compared']}")
+    return markdown([*header, "same"], found)
