@@ -233,7 +233,12 @@ def sweep_table(rows: Sequence[Row], axis: str) -> str:
     found = []
     for row in rows:
         planned = row["predicted"] or {}
-        found.append([str(row["value"]), ", ".join(filter(None, (row["setting"], row["policy"])))])
+        found.append(
+            [
+                str(row["value"]),
+                ", ".join(filter(None, map(row.get, ("setting", "policy", "drafter")))),
+            ]
+        )
         for name, form in _PLANNED.items():
             found[-1] += [number(row[name], form), number(planned.get(name), form)]
         found[-1].append(f"{row['identical']}/{row['compared']}")

@@ -24,6 +24,7 @@ from d3d_jax.errors import D3DError
 from d3d_jax.infer.benchmark_bench import or_out_of_memory
 from d3d_jax.infer.demo_report import check_writable
 from d3d_jax.infer.drafter import DrafterRole
+from d3d_jax.infer.loading import model_name
 from d3d_jax.infer.measure import share_hardware
 from d3d_jax.infer.measure_rounds import Decoded, decode, machine, measure_times
 from d3d_jax.infer.plan import Prediction, Profile, Setting, Times, predict
@@ -40,12 +41,14 @@ class Case:
     Attributes:
       series: what else tells its line in the plot from the others.
       drafter: index of it.
+      drafter_name: where drafters are compared.
     """
 
     value: int
     setting: Setting
     series: str = ""
     drafter: int = 0
+    drafter_name: str | None = None
 
 
 Axes = dict[str, list[Case]]
@@ -61,6 +64,9 @@ def run(options: Sweep) -> None:
     start_jax(cpu_devices=options.placement.num_devices)
     files = [_open(options, name) for name in options.drafter or (None,)]
     axes = axes_of(options, files)
+    indices = np.linspace(0, len(dataset) - 1, options.samples).round().astype(int)
+    prompts = [recorded_prompt(dataset[int(index)]) for index in indices]
+    files[0].check(prompts)
     check_writable(options.out)
     of_drafter = [
         {axis: [case for case in cases if case.drafter == number] for axis, cases in axes.items()}
@@ -73,9 +79,6 @@ def run(options: Sweep) -> None:
     with busy(f"loading {options.target} and {len(files)} drafters"):
         model = files[0].target.load(files[0].mesh, options.dtype and jnp.dtype(options.dtype))
         roles = [f.drafter.load(model) for f in files if f.drafter is not None]
-    indices = np.linspace(0, len(dataset) - 1, options.samples).round().astype(int)
-    prompts = [recorded_prompt(dataset[int(index)]) for index in indices]
-    files[0].check(prompts)
     rows: dict[str, list[dict[str, Any]]] = {axis: [] for axis in axes}
     for role, profile, own in zip(roles, profiles, of_drafter, strict=True):
         for axis, found in measure(options, model.target, role, profile, own, prompts).items():
@@ -124,8 +127,8 @@ def axes_of(options: Sweep, files: Sequence[DecoderFiles]) -> Axes:
         ]
     if len(files) > 1:
         axes["layers"] = [
-            Case(_depth(f), setting, drafter=number)
-            for number, f in enumerate(files)
+            Case(_depth(f), setting, drafter=number, drafter_name=model_name(name))
+            for number, (f, name) in enumerate(zip(files, options.drafter, strict=True))
             for own in (_usual(f),)
             for setting in (Setting("sync", 1, own.block_size), asynchronous(own))
         ]
@@ -206,6 +209,7 @@ def _row(
         "setting": f"{case.setting.mode}, W {case.setting.block_size}",
         "policy": case.setting.policy and str(case.setting.policy),
         "layers": layers,
+        "drafter": case.drafter_name,
         "tau": round(decoded.tau, 4),
         "hit_rate": None if decoded.hit_rate is None else round(decoded.hit_rate, 4),
         "tokens_per_second": round(decoded.tokens_per_second, 3),
