@@ -7,9 +7,14 @@ import pytest
 
 from d3d_jax import cli
 from d3d_jax.commands.benchmark_options import KIND
+from d3d_jax.commands.loading import open_decoder
+from d3d_jax.commands.option_groups import Decoding
+from d3d_jax.commands.sweep import axes_of
+from d3d_jax.commands.sweep_options import Sweep
 from d3d_jax.infer.benchmark import Answer, Point
 from d3d_jax.infer.benchmark_summary import DEFINITIONS, summarise
 from tests.test_cli import models, one_error, responses  # noqa: F401
+from tests.tiny_folders import write_drafter
 
 pytestmark = pytest.mark.usefixtures("compiled")
 PNG = b"\x89PNG"
@@ -17,7 +22,8 @@ PNG = b"\x89PNG"
 
 def point(decode: float, rounds: list[int]) -> Point:
     tokens = list(range(1 + sum(rounds)))
-    return Point([Answer(0, 0, [1], tokens, rounds, first_seconds=0.1, seconds=1.0)], 1.0, decode)
+    answer = Answer(0, 0, [1], tokens, rounds, first_seconds=0.1, seconds=1.0)
+    return Point([answer], 1.0, decode, outside=0.001 * decode, peak_bytes=[2 * 10**9, None])
 
 
 def write_benchmark(folder: Path, decode: float, concurrency: tuple[int, ...] = (1,)) -> Path:
@@ -69,6 +75,7 @@ def test_runs_stand_side_by_side_with_plots(tmp_path, capsys):
         "| task | fast: sync | fast: async | slow: sync | slow: async |" in text
     )
     assert "| gsm8k | 4.00 × (τ 4.00) |  | 0.50 × (τ 4.00) |" in text
+    assert "| 0.10% | 2.00 |" in text
     assert "failed: out of memory: 9 bytes" in text and "### Temperature 0, 2 at a time" in text
     assert "| run | 1.500 | 2 | 1.250 | 4 |" in text
     assert "| 5 | 2.000 | 3.00 | 1.50 | 1.25 | 1.50 | 1.25 |" in text
@@ -106,6 +113,19 @@ def test_what_a_report_refuses(tmp_path, capsys):
         out = ["--out", str(tmp_path / "out")]
         assert said in one_error(capsys, cli.main(["report", *map(str, files), *out]))
         assert not (tmp_path / "out").exists()
+
+
+def test_drafters_are_compared_by_depth(models, tmp_path):  # noqa: F811
+    paths = [models / "drafter", write_drafter(tmp_path / "other", models / "target")]
+    options = Sweep(str(models / "target"), tmp_path, tmp_path, drafter=tuple(map(str, paths)))
+    files = [
+        open_decoder(options.target, Decoding(name, "async"), options.placement)
+        for name in options.drafter
+    ]
+    (cases,) = axes_of(options, files).values()
+    assert [(case.value, case.drafter, case.drafter_name) for case in cases] == [
+        (1, 0, "drafter"), (1, 0, "drafter"), (1, 1, "other"), (1, 1, "other"),
+    ]  # fmt: skip
 
 
 def test_a_sweep_measures_beside_the_plan(models, responses, tmp_path, capsys):  # noqa: F811

@@ -101,12 +101,15 @@ def figures_table(source: Source) -> str:
     """Everything of one benchmark that is one number."""
     header = (
         "task", "way", "τ mean", "τ pooled", "hits", "tokens/s decode", "per device",
-        "tokens/s all", "× decode", "× all", "first token ms", "round ms", "host ms", "same",
+        "tokens/s all", "× decode", "× all", "first token ms", "round ms", "host ms",
+        "overhead", "peak GB", "same",
     )  # fmt: skip
     rows = []
     for row in source.content["results"]:
         if "failed" in row:
-            rows.append([row["task"], way(row), f"failed: {row['failed']}", *[""] * 11])
+            rows.append(
+                [row["task"], way(row), f"failed: {row['failed']}", *[""] * (len(header) - 3)]
+            )
             continue
         speed, whole = row["tokens_per_second_decode"], row["tokens_per_second_end_to_end"]
         rows.append(
@@ -124,6 +127,8 @@ def figures_table(source: Source) -> str:
                 f"{1e3 * row['first_token_seconds']['median']:.1f}",
                 number(row["round_ms"], ".2f"),
                 number(row["host_ms_per_round"], ".2f"),
+                number(row["benchmark_overhead"], ".2%"),
+                ", ".join(f"{size / 1e9:.2f}" for size in row["peak_bytes"] if size is not None),
                 f"{row['identical']}/{row['compared']}" if "compared" in row else "",
             ]
         )
