@@ -77,7 +77,8 @@ class Point:
 
     Attributes:
       prefill, decode: seconds of the host's clock; together the whole time.
-      outside: seconds of those in which the benchmark itself worked, between the engine's steps.
+      outside: seconds in which the benchmark itself worked, between the engine's steps; those
+        between two requests that are alone are in no other time.
       host: seconds in which the engine dispatched rounds and handled reports.
       dispatched: rounds of the whole batch, those included that were dispatched past an end.
       compiled: programs that were compiled meanwhile; warmed up, none.
@@ -157,6 +158,7 @@ class _Run:
         last = time.perf_counter()
         while self.waiting or engine.unfinished:
             if not engine.unfinished:
+                result.outside += time.perf_counter() - last
                 # Rounds that were dispatched past the last end are nobody's time.
                 engine.drain()
                 last = time.perf_counter()

@@ -254,5 +254,6 @@ def test_a_peer_says_the_same_tokens_and_stands_beside_the_modes(models, tmp_pat
             assert row["speedup_decode"]["median"] > 0 and row["devices"] == 1
     looked_up = [row["tau_pooled"] for row in rows if row["mode"] == "torch-lookup"]
     assert all(tau >= 1 for tau in looked_up)
+    capsys.readouterr()
     said = one_error(capsys, run(models, tmp_path / "hot", *args, "--temperature", "1"))
     assert "--peer decodes greedily and one prompt at a time" in said
