@@ -17,7 +17,15 @@ from typing import Annotated, Any
 
 import tyro
 
-from d3d_jax.commands import check_options, options, prune_options, respond_options
+from d3d_jax.commands import (
+    benchmark_options,
+    check_options,
+    options,
+    prune_options,
+    report_options,
+    respond_options,
+    sweep_options,
+)
 from d3d_jax.errors import D3DError
 
 # Subcommand → what it takes and the module whose `run` does it.
@@ -33,6 +41,9 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "evaluate": (options.Evaluate, "d3d_jax.commands.evaluate"),
     "calibrate": (options.Calibrate, "d3d_jax.commands.calibrate"),
     "compile-check": (check_options.CompileCheck, "d3d_jax.commands.compile_check"),
+    "benchmark": (benchmark_options.Benchmark, "d3d_jax.commands.benchmark"),
+    "sweep": (sweep_options.Sweep, "d3d_jax.commands.sweep"),
+    "report": (report_options.Report, "d3d_jax.commands.report"),
     "plan": (options.Plan, "d3d_jax.commands.plan"),
 }
 _DESCRIPTION = "Lossless speculative decoding with standalone block-diffusion drafters."

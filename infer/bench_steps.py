@@ -28,7 +28,7 @@ from d3d_jax.drafter import Drafter
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.loading import load_drafter, shipped_drafter
-from d3d_jax.infer.measure import Spread, prefilled, timed
+from d3d_jax.infer.measure import Spread, counted_compilations, prefilled, timed
 from d3d_jax.infer.model import load_model
 from d3d_jax.infer.placement import role_meshes
 from d3d_jax.infer.target import Target
@@ -69,20 +69,13 @@ def step_times(target: Target, prompt: list[int], rows: int, cached: int) -> Spr
 def decode(decoding: Decoder, prompt: list[int]) -> dict[str, Any]:
     """Tokens per second of a whole reply, and the host's milliseconds per round."""
     decoding.generate([prompt])
-    compiled = 0
-
-    def count(event: str, seconds: float, **_: Any) -> None:
-        nonlocal compiled
-        compiled += event.endswith("backend_compile_duration")
-
-    jax.monitoring.register_event_duration_secs_listener(count)
-    reply = decoding.generate([prompt])[0]
-    jax.monitoring.unregister_event_duration_listener(count)
+    with counted_compilations() as compiled:
+        reply = decoding.generate([prompt])[0]
     timing = decoding.timing
     return {
         "tokens_per_second": (len(reply.token_ids) - 1) / timing.decode,
         "host_ms_per_round": 1e3 * timing.host / timing.rounds,
-        "recompilations": compiled,
+        "recompilations": compiled(),
         "tau": reply.tau,
         "hit_rate": reply.hit_rate if decoding.config.mode == "async" else None,
     }

@@ -189,6 +189,11 @@ class Engine:
                 self._waiting.remove(found)
             self._release([found])
 
+    def drain(self) -> None:
+        """Waits until the devices have done all that was dispatched, for whoever keeps time."""
+        if self._batch is not None:
+            self._batch.wait()
+
     @property
     def unfinished(self) -> bool:
         """Whether any request is waiting or decoding."""

@@ -6,20 +6,21 @@ Comparisons of whole replies are in `infer.demo`; nothing is printed here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from d3d_jax import acceptance, layout
+from d3d_jax import acceptance
 from d3d_jax.infer.drafter import DrafterRole, DraftState
 from d3d_jax.infer.role import Chunk, Role, pieces
 from d3d_jax.infer.target import Settings, Target, TargetState
-from d3d_jax.models import decoder
-from d3d_jax.sampling import SamplingParams
+from d3d_jax.sampling import SamplingParams, gumbel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Seconds of each step at batch 1, on a real state, each waited for.
+    """Seconds of each step of a batch, on a real state, each waited for.
 
     Attributes:
       plain: one step of plain decoding, a row of one token.
@@ -158,13 +159,17 @@ def measure_drafter(
 
 
 def measure_steps(
-    target: Target, drafter: DrafterRole, prompt_ids: list[int], repeats: int = 10
+    target: Target,
+    drafter: DrafterRole,
+    prompt_ids: list[int],
+    batch: int = 1,
+    repeats: int = 10,
 ) -> StepTimes:
     """Times every step of both roles after a prompt, compilation excluded."""
     return StepTimes(
-        plain=measure_verify(target, prompt_ids, 1, repeats=repeats),
-        verify=measure_verify(target, prompt_ids, drafter.width, repeats=repeats),
-        **measure_drafter(drafter, prompt_ids, repeats=repeats),
+        plain=measure_verify(target, prompt_ids, 1, batch, repeats),
+        verify=measure_verify(target, prompt_ids, drafter.width, batch, repeats),
+        **measure_drafter(drafter, prompt_ids, batch, repeats),
     )
 
 
@@ -196,13 +201,40 @@ def share_hardware(target: Target, drafter: DrafterRole) -> bool:
     return bool(ours & theirs) or all(d.platform == "cpu" for d in ours | theirs)
 
 
-def logit_gap(target: Target, token_ids: list[int], choices: tuple[int, int]) -> float:
+def logit_gap(
+    target: Target,
+    token_ids: list[int],
+    choices: tuple[int, int],
+    params: SamplingParams | None = None,
+) -> float:
     """How much the target prefers the first of two tokens to the second after `token_ids`.
 
     Near zero the two are equally likely, and rounding decides which is said.
+
+    Args:
+      params: of a request that samples: the noise at that position, times the temperature, is part
+        of what it prefers.
     """
-    tokens = np.array([token_ids], np.int32)
-    rows = layout.causal(target.put(np.zeros((1,), np.int32)), tokens.shape[1])
-    hidden, _ = decoder.forward(target.config, target.params, target.put(tokens), rows)
-    last = decoder.logits(target.params, hidden[:, -1])
-    return float(last[0, choices[0]] - last[0, choices[1]])
+    scores = target.logits_after(token_ids)
+    gap = float(scores[choices[0]] - scores[choices[1]])
+    if params is None or params.greedy:
+        return gap
+    position = np.full((1, 1), len(token_ids), np.int32)
+    noise = gumbel(np.array([params.seed], np.uint32), jnp.asarray(position), scores.shape[0])[0, 0]
+    return gap + params.temperature * float(noise[choices[0]] - noise[choices[1]])
+
+
+@contextlib.contextmanager
+def counted_compilations() -> Iterator[Callable[[], int]]:
+    """Yields a function that says how many programs were compiled since."""
+    compiled = 0
+
+    def count(event: str, seconds: float, **_: Any) -> None:
+        nonlocal compiled
+        compiled += event.endswith("backend_compile_duration")
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        yield lambda: compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import os
 import platform
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+import d3d_jax
 from d3d_jax.branches import BestFirst, Policy
 from d3d_jax.config import DecodeConfig
 from d3d_jax.drafter import Drafter
@@ -230,7 +234,33 @@ def machine() -> dict[str, Any]:
     """Versions and devices, for a record of what was measured."""
     return {
         "python": platform.python_version(),
-        "jax": jax.__version__,
+        **{name: _version(name) for name in ("d3d_jax", "jax", "jaxlib", "flax")},
+        "commit": _commit(),
         "devices": [f"{device.platform} {device.device_kind}" for device in jax.devices()],
         "cores": os.cpu_count(),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this runs from, with "+" if tracked files differ; None in none."""
+    root = Path(d3d_jax.__file__).resolve().parents[1]
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(root), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        # An installed package may lie inside the checkout of something else.
+        if Path(git("rev-parse", "--show-toplevel")) != root:
+            return None
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

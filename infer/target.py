@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from d3d_jax import acceptance, layout
 from d3d_jax.config import ModelConfig
 from d3d_jax.infer.role import Chunk, Role
+from d3d_jax.models import cache as caches
 from d3d_jax.models import decoder, sharding
 from d3d_jax.models.cache import KVCache
 from d3d_jax.sampling import MAX_STOP_IDS, Sampling, SamplingParams, choose
@@ -85,6 +86,7 @@ class Target(Role):
         self.stop_tokens = frozenset(stop_ids)
         self._prefill = self._step(self._prefill_step, donate_argnums=1)
         self._verify = self._step(self._verify_step, donate_argnums=1)
+        self._score = self._step(self._score_step)
         self._stop = self._jit(lambda active, rows: active & ~rows)
 
     def settings(self, params: Sequence[SamplingParams], limits: Sequence[int]) -> Settings:
@@ -134,6 +136,18 @@ class Target(Role):
     def stop(self, state: TargetState, rows: np.ndarray) -> TargetState:
         """The state with some rows [B] bool ended."""
         return dataclasses.replace(state, active=self._stop(state.active, self.put(rows)))
+
+    def logits_after(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Scores [V] float32 of the token after a whole sequence, read without a cache."""
+        # One program for many lengths: what is behind a token changes nothing for it.
+        tokens = np.zeros((1, caches.bucketed(len(token_ids))), np.int32)
+        tokens[0, : len(token_ids)] = token_ids
+        return np.asarray(self._score(self.weights, *self.put((tokens, len(token_ids) - 1))))
+
+    def _score_step(self, params, tokens: jax.Array, last: jax.Array):
+        rows = layout.causal(jnp.zeros((1,), jnp.int32), tokens.shape[1])
+        hidden, _ = decoder.forward(self.config, params, tokens, rows)
+        return sharding.replicate(decoder.logits(params, hidden[:, last])[0])
 
     def _prefill_step(self, params, state: TargetState, settings: Settings, chunk: Chunk):
         hidden, cache = self._read_chunk(params, state.cache, chunk)

@@ -32,8 +32,11 @@ _FILE = re.compile(
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
 
-def from_hub(spec: str, column: str | None) -> PromptSource:
+def from_hub(spec: str, column: str | None, also: Sequence[str] = ()) -> PromptSource:
     """Prompts of `org/name[@revision][:split]`; a split of one of several parts is `part/split`.
+
+    Args:
+      also: further fields that its records shall have, where the files have them.
 
     Raises:
       D3DError: no such dataset, revision, split or column, the hub cannot be reached and the files
@@ -60,7 +63,7 @@ def from_hub(spec: str, column: str | None) -> PromptSource:
     commit, paths = hub_files(hub_id, revision if at else None, choose)
     where = f"hub:{hub_id}@{commit}:{chosen}" + (f", column {column}" if column else "")
     if paths[0].suffix == ".parquet":
-        rows, records = parquet_records(paths, column)
+        rows, records = parquet_records(paths, column, also)
     else:
         rows, records = sum(1 for _ in jsonl_records(paths)), lambda: jsonl_records(paths)
     return PromptSource(where, hub_id.split("/")[1], rows, records, column)

@@ -159,12 +159,25 @@ def prompt_of(record: Mapping[str, Any], column: str | None = None) -> Prompt:
     Raises:
       ValueError: one sentence on what is missing.
     """
-    name = prompt_column(list(record), column)
-    value, split = record[name], record.get("split")
+    split = record.get("split")
     if split is not None and split not in SPLITS:
         raise ValueError(f"split {split!r} is not train or validation")
     task = next((record[key] for key in TASKS if isinstance(record.get(key), str)), "")
-    turns, system = [value] if isinstance(value, str) else value, None
+    turns, system = user_turns(record, column)
+    return Prompt(turns[0], system, split, task, len(turns))
+
+
+def user_turns(
+    record: Mapping[str, Any], column: str | None = None
+) -> tuple[list[str], str | None]:
+    """What the user says in a record's conversation, and the system message before it.
+
+    Raises:
+      ValueError: one sentence on what is missing.
+    """
+    name = prompt_column(list(record), column)
+    value, system = record[name], None
+    turns = [value] if isinstance(value, str) else value
     if not isinstance(turns, Sequence) or not turns:
         raise ValueError(f'"{name}" must be a text, or a list of at least one turn or message')
     if all(isinstance(turn, Mapping) for turn in turns):
@@ -177,7 +190,7 @@ def prompt_of(record: Mapping[str, Any], column: str | None = None) -> Prompt:
         turns = [message["content"] for message in messages if message["role"] == "user"]
     if not all(isinstance(turn, str) for turn in turns) or not turns[0]:
         raise ValueError(f'"{name}" must begin with a text and hold nothing else')
-    return Prompt(turns[0], system, split, task, len(turns))
+    return list(turns), system
 
 
 def messages_of(conversation: Sequence[Any]) -> list[dict[str, str]]:
@@ -216,8 +229,13 @@ def prompt_column(names: Sequence[str], column: str | None) -> str:
     return column
 
 
-def parquet_records(paths: Sequence[Path], column: str | None) -> tuple[int, Callable[[], Records]]:
+def parquet_records(
+    paths: Sequence[Path], column: str | None, also: Sequence[str] = ()
+) -> tuple[int, Callable[[], Records]]:
     """How many rows parquet files hold, and a reader of the columns that make up a prompt.
+
+    Args:
+      also: columns to read beside those, where a file has them.
 
     Raises:
       D3DError: a file cannot be read or lacks the column.
@@ -231,7 +249,9 @@ def parquet_records(paths: Sequence[Path], column: str | None) -> tuple[int, Cal
             with parquet.ParquetFile(path) as file:
                 rows += file.metadata.num_rows
                 names = file.schema_arrow.names
-            kept.append([prompt_column(names, column), *(n for n in STATED if n in names)])
+            kept.append(
+                [prompt_column(names, column), *(n for n in (*STATED, *also) if n in names)]
+            )
         except (OSError, pyarrow.ArrowException) as error:
             raise D3DError(f"cannot read {path}: {error}") from error
         except ValueError as error:

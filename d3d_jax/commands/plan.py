@@ -182,7 +182,7 @@ class Here:
         depth = drafter.config.num_hidden_layers
         plan = [p for p in plans[not share_hardware(target, drafter)] if p.layers in (None, depth)]
         indices = np.linspace(0, len(dataset) - 1, self.options.check).round().astype(int)
-        prompts = [_prompt(dataset[int(index)]) for index in indices]
+        prompts = [recorded_prompt(dataset[int(index)]) for index in indices]
         self.decoder.check(prompts)
         checked: Checked = []
         for batch in dict.fromkeys(self.options.batch):
@@ -280,7 +280,8 @@ def policies_of(profiles: Sequence[Profile]) -> Policies:
     return {w: of_size or [BestFirst(DEFAULT_BRANCHES, w)] for w, of_size in found.items()}
 
 
-def _prompt(document: dict[str, Any]) -> list[int]:
+def recorded_prompt(document: dict[str, Any]) -> list[int]:
+    """Token ids of the prompt that a document of a dataset answers."""
     return document["tokens"][: document["prompt_length"]].tolist()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from d3d_jax.commands.evaluate import load_checked
-from d3d_jax.commands.plan import measure_profile
+from d3d_jax.commands.plan import measure_profile, recorded_prompt
 from d3d_jax.commands.runtime import Bar, busy
 from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.loading import load_drafter
@@ -96,8 +96,7 @@ def _decoded(
 ) -> dict[str, float]:
     """Speedups over plain decoding of the same prompts in the same run."""
     indices = np.linspace(0, len(validation) - 1, prompts).round().astype(int)
-    documents = [validation[int(index)] for index in indices]
-    texts = [d["tokens"][: d["prompt_length"]].tolist() for d in documents]
+    texts = [recorded_prompt(validation[int(index)]) for index in indices]
     settings = _settings(role)
     with Bar(f"decoding with {role.config.num_hidden_layers} layers", 1) as bar:
         found = decode(

@@ -1,0 +1,290 @@
+"""`d3d sweep`: measured speed along one axis after another, beside what `d3d plan` predicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from d3d_jax.branches import BestFirst, Policy, Rectangle
+from d3d_jax.commands import report_plots
+from d3d_jax.commands.evaluate import check_data, load_checked
+from d3d_jax.commands.loading import DecoderFiles, open_decoder
+from d3d_jax.commands.option_groups import Decoding
+from d3d_jax.commands.plan import Policies, measure_profile, recorded_prompt
+from d3d_jax.commands.report_tables import sweep_table
+from d3d_jax.commands.runtime import Bar, busy, note, start_jax
+from d3d_jax.commands.sweep_options import KIND, Sweep
+from d3d_jax.errors import D3DError
+from d3d_jax.infer.benchmark_bench import or_out_of_memory
+from d3d_jax.infer.demo_report import check_writable
+from d3d_jax.infer.drafter import DrafterRole
+from d3d_jax.infer.loading import model_name
+from d3d_jax.infer.measure import share_hardware
+from d3d_jax.infer.measure_rounds import Decoded, decode, machine, measure_times
+from d3d_jax.infer.plan import Prediction, Profile, Setting, Times, predict
+from d3d_jax.infer.target import Target
+from d3d_jax.models import checkpoint
+from d3d_jax.train.dataset import ResponseDataset, open_dataset
+from d3d_jax.train.responses import write_atomic
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A place on an axis.
+
+    Attributes:
+      series: what else tells its line in the plot from the others.
+      drafter: index of it.
+      drafter_name: where drafters are compared.
+    """
+
+    value: int
+    setting: Setting
+    series: str = ""
+    drafter: int = 0
+    drafter_name: str | None = None
+
+
+Axes = dict[str, list[Case]]
+
+
+def run(options: Sweep) -> None:
+    """Checks everything, measures and plans, and writes and prints tables."""
+    dataset = open_dataset(options.data, options.split)
+    if not dataset.manifest.sampling.get("greedy"):
+        raise D3DError("a sweep decodes greedily, and the responses of --data were sampled")
+    if options.samples > len(dataset):
+        raise D3DError(f"--samples may be at most {len(dataset)}, the responses there are")
+    start_jax(cpu_devices=options.placement.num_devices)
+    files = [_open(options, name) for name in options.drafter or (None,)]
+    axes = axes_of(options, files)
+    indices = np.linspace(0, len(dataset) - 1, options.samples).round().astype(int)
+    prompts = [recorded_prompt(dataset[int(index)]) for index in indices]
+    files[0].check(prompts)
+    check_writable(options.out)
+    of_drafter = [
+        {axis: [case for case in cases if case.drafter == number] for axis, cases in axes.items()}
+        for number in range(len(files))
+    ]
+    profiles = [
+        _profile(options, dataset, f, _policies(own))
+        for f, own in zip(files, of_drafter, strict=True)
+    ]
+    with busy(f"loading {options.target} and {len(files)} drafters"):
+        model = files[0].target.load(files[0].mesh, options.dtype and jnp.dtype(options.dtype))
+        roles = [f.drafter.load(model) for f in files if f.drafter is not None]
+    rows: dict[str, list[dict[str, Any]]] = {axis: [] for axis in axes}
+    for role, profile, own in zip(roles, profiles, of_drafter, strict=True):
+        for axis, found in measure(options, model.target, role, profile, own, prompts).items():
+            rows[axis] += found
+    _finish(options, rows)
+
+
+def axes_of(options: Sweep, files: Sequence[DecoderFiles]) -> Axes:
+    """What to decode along each axis that was asked for.
+
+    Raises:
+      D3DError: a block size, or a rectangle, that the drafter cannot take.
+    """
+    policy, config = _usual(files[0]), files[0].drafter and files[0].drafter.config
+    width = policy.block_size
+    largest = config.block_size if config else width
+    if too_large := [w for w in options.block_size if w > largest]:
+        raise D3DError(
+            f"block size {too_large[0]} is above the {largest} that the drafter was trained for"
+        )
+    sync = Setting("sync", 1, width)
+
+    def asynchronous(policy: Policy) -> Setting:
+        return Setting("async", 1, policy.block_size, policy)
+
+    axes: Axes = {}
+    if options.block_size:
+        count = policy.num_branches
+        axes["block size"] = [
+            Case(w, setting)
+            for w in options.block_size
+            for setting in (Setting("sync", 1, w), asynchronous(BestFirst(count, w)))
+        ]
+    if options.branches:
+        axes["branches"] = [Case(n, asynchronous(BestFirst(n, width))) for n in options.branches]
+    if options.c:
+        sides = list(itertools.product(options.c, options.f))
+        rectangles = {(c, f): asynchronous(Rectangle(c, f, width)) for c, f in sides}
+        axes["C"] = [Case(c, rectangles[c, f], f"F {f}") for c, f in sides]
+        axes["F"] = [Case(f, rectangles[c, f], f"C {c}") for c, f in sides]
+    if options.concurrency:
+        axes["concurrency"] = [
+            Case(batch, dataclasses.replace(setting, batch=batch))
+            for batch in options.concurrency
+            for setting in (sync, asynchronous(policy))
+        ]
+    if len(files) > 1:
+        axes["layers"] = [
+            Case(_depth(f), setting, drafter=number, drafter_name=model_name(name))
+            for number, (f, name) in enumerate(zip(files, options.drafter, strict=True))
+            for own in (_usual(f),)
+            for setting in (Setting("sync", 1, own.block_size), asynchronous(own))
+        ]
+    tokens = (config and config.draft_vocab_size) or files[0].target.config.vocab_size
+    for of_size in _policies(axes).values():
+        for one in of_size:
+            if one.num_candidates > tokens:
+                raise D3DError(f"{one} needs more candidates than the vocabulary has tokens")
+    return axes
+
+
+def measure(
+    options: Sweep,
+    target: Target,
+    role: DrafterRole,
+    profile: Profile,
+    axes: Axes,
+    prompts: Sequence[list[int]],
+) -> dict[str, list[dict[str, Any]]]:
+    """The rows of every axis with one drafter, decoded and planned.
+
+    Settings of one batch size take turns; one that is on several axes is decoded once.
+    """
+    settings = list(dict.fromkeys(case.setting for cases in axes.values() for case in cases))
+    batches = sorted({setting.batch for setting in settings})
+    found: dict[Setting, tuple[Decoded, Decoded]] = {}
+    for batch in batches:
+        own = [Setting("plain", batch), *(s for s in settings if s.batch == batch)]
+        whole = prompts[: len(prompts) // batch * batch]
+        with Bar(f"decoding, {batch} at a time", 1) as bar:
+            decoded = or_out_of_memory(
+                lambda own=own, whole=whole, bar=bar: decode(
+                    target, role, own, whole, options.max_new_tokens, bar.update_total
+                )
+            )
+        if isinstance(decoded, str):
+            note(f"{batch} at a time is left out, {decoded}")
+        else:
+            found |= {one.setting: (one, decoded[0]) for one in decoded}
+    depth = role.config.num_hidden_layers
+    with Bar("timing steps", 1) as bar:
+        times = measure_times(
+            target,
+            role,
+            _policies(axes),
+            batches,
+            layers=[depth],
+            context=options.context,
+            progress=bar.update_total,
+        )
+    separate = not share_hardware(target, role)
+    return {
+        axis: [
+            _row(case, *found[case.setting], depth, _planned(times, profile, case, separate))
+            for case in cases
+            if case.setting in found
+        ]
+        for axis, cases in axes.items()
+    }
+
+
+def _planned(times: Times, profile: Profile, case: Case, separate: bool) -> Prediction | None:
+    """What the speed model says; None where label shift 0 has no offline hit rate."""
+    setting = case.setting
+    if setting.mode == "async" and not profile.hit_rates:
+        return None
+    return predict(times, profile, setting, separate=separate)
+
+
+def _row(
+    case: Case, decoded: Decoded, plain: Decoded, layers: int, planned: Prediction | None
+) -> dict[str, Any]:
+    same = [a.token_ids == b.token_ids for a, b in zip(decoded.replies, plain.replies, strict=True)]
+    return {
+        "value": case.value,
+        "series": case.series,
+        "mode": case.setting.mode,
+        "setting": f"{case.setting.mode}, W {case.setting.block_size}",
+        "policy": case.setting.policy and str(case.setting.policy),
+        "layers": layers,
+        "drafter": case.drafter_name,
+        "tau": round(decoded.tau, 4),
+        "hit_rate": None if decoded.hit_rate is None else round(decoded.hit_rate, 4),
+        "tokens_per_second": round(decoded.tokens_per_second, 3),
+        "speedup": round(decoded.tokens_per_second / plain.tokens_per_second, 4),
+        "compared": len(same),
+        "identical": sum(same),
+        "predicted": planned
+        and {
+            "tau": round(planned.tau, 4),
+            "hit_rate": planned.hit_rate,
+            "tokens_per_second": round(planned.tokens_per_second, 3),
+            "speedup": round(planned.speedup, 4),
+        },
+    }
+
+
+def _open(options: Sweep, name: str | None) -> DecoderFiles:
+    return open_decoder(
+        options.target, Decoding(name, "async", dtype=options.dtype), options.placement
+    )
+
+
+def _usual(files: DecoderFiles) -> Policy:
+    """What a drafter prepares where nothing else is asked for."""
+    assert files.drafter is not None
+    return files.drafter.policy
+
+
+def _depth(files: DecoderFiles) -> int:
+    """Layers of a drafter."""
+    assert files.drafter is not None
+    return checkpoint.read_config(files.drafter.folder)[0].num_hidden_layers
+
+
+def _policies(axes: Axes) -> Policies:
+    """The policies on all axes by block size."""
+    found: Policies = {}
+    for case in itertools.chain.from_iterable(axes.values()):
+        own = found.setdefault(case.setting.block_size, [])
+        if case.setting.policy is not None and case.setting.policy not in own:
+            own.append(case.setting.policy)
+    return found
+
+
+def _profile(
+    options: Sweep,
+    dataset: ResponseDataset,
+    files: DecoderFiles,
+    policies: Policies,
+) -> Profile:
+    assert files.drafter is not None
+    drafter, params = load_checked(files.drafter.folder, options.target)
+    check_data(drafter, dataset)
+    with busy("measuring acceptance on recorded responses"):
+        return measure_profile(drafter, params, dataset, options.documents, policies)
+
+
+def _finish(options: Sweep, rows: dict[str, list[dict[str, Any]]]) -> None:
+    """Writes JSON and plots, and prints the tables."""
+    settings = dataclasses.asdict(options)
+    for name in ("out", "json"):
+        del settings[name]
+    result = {
+        "kind": KIND,
+        "settings": settings | {"data": options.data.name},
+        "machine": machine(),
+        "axes": rows,
+    }
+    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    write_atomic(options.out / "sweep.json", text)
+    for axis, own in rows.items():
+        report_plots.sweep(options.out / f"sweep-{axis.replace(' ', '-')}.png", own, axis)
+    if options.json:
+        print(json.dumps(result, ensure_ascii=False))
+        return
+    for axis, own in rows.items():
+        print(f"{sweep_table(own, axis)}\n")
+    note(f"figures in {options.out}")

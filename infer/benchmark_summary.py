@@ -1,0 +1,197 @@
+"""What the points of a benchmark come to: τ both ways, acceptance by offset, speeds, divergences.
+
+Pure functions of `infer.benchmark.Point`, but for the logit gap of a divergence, which the target
+is asked for. τ counts the token that the target adds (the correction or bonus). The round that ends
+a reply is left out wherever acceptance is counted: a stop or the limit of tokens may have cut it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from d3d_jax.infer.benchmark import Answer, Point
+from d3d_jax.infer.measure import Spread, logit_gap
+from d3d_jax.infer.target import Target
+from d3d_jax.sampling import SamplingParams
+
+# Where the ranges of positions in a reply begin that τ is told apart by.
+POSITIONS = (0, 50, 100, 200, 500, 1000, 2000, 4000, 8000)
+
+DEFINITIONS = (
+    "τ: tokens a round emits of one request, the target's own (correction or bonus) counted, the "
+    "round that ends a reply left out (a stop or the limit may cut it); as the mean of the "
+    "replies' own means, and pooled over all rounds.",
+    "Plain decoding uses the same kernels, cache and loop. Warm-up and compilation are not in any "
+    "time. Prefill is the time until reports of prompts, decode the rest; a first draft counts as "
+    "decode. End to end is both. At concurrency 1 the rounds dispatched past a reply's end are "
+    "let run out off the clock.",
+    "Figures are medians over the repeats, the modes taking turns; ± is half the interquartile "
+    "range. A speedup is the median of the ratios to plain decoding within each repeat.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """Where a reply leaves that of plain decoding.
+
+    Attributes:
+      position: of the first token that differs, from 0.
+      plain, other: the two tokens; None: that reply has ended.
+      logit_gap: by how much the target prefers plain's token, the noise of sampling included; near
+        0 it is a tie that rounding decides. None where a reply has ended or prompts differ.
+    """
+
+    conversation: int
+    turn: int
+    position: int
+    plain: int | None
+    other: int | None
+    logit_gap: float | None
+
+
+def merged(points: Sequence[Point]) -> Point:
+    """Several points as one: of the tasks of one repeat."""
+    total = Point()
+    for point in points:
+        total.answers += point.answers
+        for name in ("prefill", "decode", "outside", "host"):
+            setattr(total, name, getattr(total, name) + getattr(point, name))
+        for name in ("dispatched", "compiled", "left_out"):
+            setattr(total, name, getattr(total, name) + getattr(point, name))
+        total.peak_bytes = point.peak_bytes  # the highest so far: it only grows
+    return total
+
+
+def summarise(points: Sequence[Point], plain: Sequence[Point] | None, devices: int) -> dict:
+    """The figures of one mode, as JSON types.
+
+    Args:
+      points: of the repeats.
+      plain: of plain decoding in the same repeats; None: it was not run.
+      devices: pieces of hardware that the mode used.
+    """
+    answers = [answer for point in points for answer in point.answers]
+    chances = sum(answer.chances for answer in answers)
+    decode, whole = _speeds(points)
+    plain_decode, plain_whole = _speeds(plain or [])
+    return {
+        "replies": len(points[0].answers),
+        "tokens": _tokens(points[0]),
+        "cut_by_limit": sum(a.finish_reason == "length" for a in points[0].answers),
+        "left_out": points[0].left_out,
+        **acceptance(answers),
+        "hit_rate": round(sum(a.hits for a in answers) / chances, 4) if chances else None,
+        "prefill_seconds": _spread([p.prefill for p in points]),
+        "decode_seconds": _spread([p.decode for p in points]),
+        "first_token_seconds": _spread([a.first_seconds for a in answers]),
+        "tokens_per_second_decode": _spread(decode),
+        "tokens_per_second_end_to_end": _spread(whole),
+        "devices": devices,
+        "tokens_per_second_decode_per_device": _spread([speed / devices for speed in decode]),
+        "speedup_decode": _ratios(decode, plain_decode),
+        "speedup_end_to_end": _ratios(whole, plain_whole),
+        "round_ms": _spread([1e3 * p.decode / max(p.dispatched, 1) for p in points]),
+        "host_ms_per_round": _spread([1e3 * p.host / max(p.dispatched, 1) for p in points]),
+        "benchmark_overhead": round(
+            sum(p.outside for p in points) / max(sum(p.decode for p in points), 1e-9), 5
+        ),
+        "compiled_while_timed": sum(p.compiled for p in points),
+        "peak_bytes": points[-1].peak_bytes,
+    }
+
+
+def acceptance(answers: Sequence[Answer]) -> dict[str, Any]:
+    """τ both ways, the share of rounds by drafts accepted, and τ by position in the reply.
+
+    Returns:
+      tau_mean, tau_pooled: None where no reply has a round that counts.
+      rounds: that count.
+      acceptance_by_offset: the share of rounds in which at least 1, 2, … drafts were accepted.
+      tau_by_position: from, to, tau and rounds of each range in which any round began; what
+        `POSITIONS` says, the last without an end.
+    """
+    counted = [answer.rounds[:-1] for answer in answers]
+    rounds = np.array([count for own in counted for count in own], int)
+    began = [1 + np.cumsum([0, *own])[:-1] for own in counted]
+    place = np.digitize(np.concatenate([[], *began]), POSITIONS) - 1
+    by_position = []
+    for at, start in enumerate(POSITIONS):
+        own = rounds[place == at]
+        if len(own):
+            end = POSITIONS[at + 1] if at + 1 < len(POSITIONS) else None
+            figures = {"tau": round(float(own.mean()), 4), "rounds": len(own)}
+            by_position.append({"from": start, "to": end, **figures})
+    means = [float(np.mean(own)) for own in counted if own]
+    most = int(rounds.max(initial=1))
+    return {
+        "tau_mean": round(float(np.mean(means)), 4) if means else None,
+        "tau_pooled": round(float(rounds.mean()), 4) if len(rounds) else None,
+        "rounds": len(rounds),
+        "acceptance_by_offset": [
+            round(float(np.mean(rounds > accepted)), 4) for accepted in range(1, most)
+        ],
+        "tau_by_position": by_position,
+    }
+
+
+def divergences(
+    target: Target, plain: Point, other: Point, params: Sequence[SamplingParams]
+) -> tuple[int, list[Divergence]]:
+    """How many replies were compared, and those that differ; a conversation ends at its first.
+
+    Args:
+      params: settings of each conversation.
+    """
+    theirs = {(a.conversation, a.turn): a for a in other.answers}
+    compared, found, parted = 0, [], set()
+    for ours in plain.answers:
+        key = ours.conversation, ours.turn
+        if ours.conversation in parted or key not in theirs:
+            continue
+        compared += 1
+        if difference := _divergence(target, ours, theirs[key], params[ours.conversation]):
+            found.append(difference)
+            parted.add(ours.conversation)
+    return compared, found
+
+
+def _divergence(
+    target: Target, ours: Answer, theirs: Answer, params: SamplingParams
+) -> Divergence | None:
+    a, b = ours.token_ids, theirs.token_ids
+    if a == b:
+        return None
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    if at is None:
+        at = min(len(a), len(b))
+    left, right = (ids[at] if at < len(ids) else None for ids in (a, b))
+    gap = None
+    if left is not None and right is not None:
+        gap = logit_gap(target, ours.prompt_ids + a[:at], (left, right), params)
+    return Divergence(ours.conversation, ours.turn, at, left, right, gap)
+
+
+def _tokens(point: Point) -> int:
+    return sum(len(answer.token_ids) for answer in point.answers)
+
+
+def _speeds(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    """Tokens/s of decoding alone and end to end; the first token of a reply is its prefill's."""
+    decode = [(_tokens(p) - len(p.answers)) / max(p.decode, 1e-9) for p in points]
+    return decode, [_tokens(p) / max(p.seconds, 1e-9) for p in points]
+
+
+def _ratios(ours: Sequence[float], plain: Sequence[float]) -> dict[str, float] | None:
+    """Spread of ratios; None without plain figures."""
+    if not plain or not all(plain):
+        return None
+    return _spread([a / b for a, b in zip(ours, plain, strict=True)])
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    found = dataclasses.asdict(Spread.of(values))
+    return {name: float(f"{value:.5g}") for name, value in found.items()}
