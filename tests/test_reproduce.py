@@ -15,10 +15,12 @@ import pytest
 from d3d_jax import cli, topologies
 from d3d_jax.branches import parse_policy
 from d3d_jax.commands import compile_check
+from d3d_jax.commands.benchmark_options import Benchmark
 from d3d_jax.commands.check_options import CompileCheck
 from d3d_jax.commands.options import InitDrafter, Train
 from d3d_jax.commands.prune_options import Prune
 from d3d_jax.commands.respond_options import Respond
+from d3d_jax.commands.sweep_options import Sweep
 from d3d_jax.errors import D3DError
 from d3d_jax.presets import PRESETS
 from d3d_jax.train.config import load_config
@@ -178,8 +180,11 @@ def test_what_a_command_reads_an_earlier_one_has_written():
         options = cli._parse(command.words)
         for name in ("data", "drafter", "vocab_from"):
             given = getattr(getattr(options, "decoding", options), name, None)
-            if given is not None and str(given) not in PRESETS:
-                assert Path(given) in written, f"{command} reads {given}, which nothing wrote"
+            for one in given if isinstance(given, tuple) else (given,):
+                if one is not None and str(one) not in PRESETS:
+                    assert Path(one) in written, f"{command} reads {one}, which nothing wrote"
+        for file in getattr(options, "files", ()):
+            assert file.parent in written, f"{command} reads {file}, which nothing wrote"
         written |= _outputs(options)
 
 
@@ -189,4 +194,6 @@ def _outputs(options: Any) -> set[Path]:
         return {options.out}
     if isinstance(options, Respond) and options.out is not None:
         return {options.out / "dataset"}
+    if isinstance(options, Benchmark | Sweep):
+        return {options.out}
     return {options.out / "drafter"} if isinstance(options, Train | Prune) else set()
