@@ -30,7 +30,12 @@ def print_result(result: dict[str, Any]) -> None:
     for row in result["results"]:
         groups.setdefault((row["temperature"], row["concurrency"]), []).append(row)
     for (temperature, concurrency), rows in groups.items():
-        console.print(_table(f"temperature {temperature:g}, {concurrency} at a time", rows))
+        console.print(
+            _table(
+                f"temperature {temperature:g}, {concurrency} at a time; first: ms to first token",
+                rows,
+            )
+        )
     console.print(_steps(result))
     for sentence in sentences(result):
         console.print(sentence, markup=False)
@@ -40,7 +45,7 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in ("task", "mode"):
         table.add_column(name, no_wrap=True)
-    for name in ("τ", "pooled", "hits", "tok/s", "±", "×", "× all", "first ms", "same"):
+    for name in ("τ", "pooled", "hits", "tok/s", "±", "×", "× all", "first", "same"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         if "failed" in row:
