@@ -30,7 +30,12 @@ def print_result(result: dict[str, Any]) -> None:
     for row in result["results"]:
         groups.setdefault((row["temperature"], row["concurrency"]), []).append(row)
     for (temperature, concurrency), rows in groups.items():
-        console.print(_table(f"temperature {temperature:g}, {concurrency} at a time", rows))
+        console.print(
+            _table(
+                f"temperature {temperature:g}, {concurrency} at a time; first: ms to first token",
+                rows,
+            )
+        )
     console.print(_steps(result))
     for sentence in sentences(result):
         console.print(sentence, markup=False)
@@ -40,7 +45,7 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in ("task", "mode"):
         table.add_column(name, no_wrap=True)
-    for name in ("τ", "pooled", "hits", "tok/s", "decode ×", "all ×", "first", "same"):
+    for name in ("τ", "pooled", "hits", "tok/s", "±", "×", "× all", "first", "same"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         if "failed" in row:
@@ -53,10 +58,11 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
             number(row["tau_mean"], ".2f"),
             number(row["tau_pooled"], ".2f"),
             number(row["hit_rate"], ".0%"),
-            f"{speed['median']:.1f} ± {speed['iqr'] / 2:.1f}",
+            f"{speed['median']:.1f}",
+            f"{speed['iqr'] / 2:.1f}",
             number(row["speedup_decode"], ".2f"),
             number(row["speedup_end_to_end"], ".2f"),
-            f"{1e3 * row['first_token_seconds']['median']:.0f} ms",
+            f"{1e3 * row['first_token_seconds']['median']:.0f}",
             f"{row['identical']}/{row['compared']}" if "compared" in row else "",
         )
     return table
