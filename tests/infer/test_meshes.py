@@ -81,12 +81,9 @@ def data_parallel_roles():
     return target, DrafterRole(drafter, decoder.unstack(own), drafter_mesh, policy)
 
 
-@pytest.mark.parametrize("placement", ["data 4", "data 2 and data 4"])
-def test_a_part_that_reads_nothing_keeps_what_it_has(placement):
+def test_a_part_that_reads_nothing_keeps_what_it_has():
     """Requests of different lengths join one at a time; one is read in three passes."""
-    target, drafter = (
-        data_parallel_roles() if placement != "data 4" else roles(*PLACEMENTS[placement])
-    )
+    target, drafter = data_parallel_roles()
     long = np.random.default_rng(1).integers(0, 64, 400).tolist()
     prompts = [*PROMPTS, long, *PROMPTS]
     limits = [LENGTH, 3, 7, 2, 5, LENGTH, 11, 4, LENGTH]
