@@ -1,5 +1,7 @@
 """The forward pass against transformers + torch, and against itself in its other forms."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +47,14 @@ def test_logits_equal_transformers_and_checkpoints_go_both_ways(config, tmp_path
     jax.tree.map(np.testing.assert_array_equal, loaded, jax.device_get(params))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def cached_step(config, params, cache, tokens):
+    """Logits of the tokens that follow those in the cache, and the cache with them."""
+    rows = layout.causal(cache.length, tokens.shape[1])
+    hidden, cache = decoder.forward(config, params, tokens, rows, cache)
+    return decoder.logits(params, hidden), cache
+
+
 @pytest.mark.parametrize("config", SHAPES[:1] + SHAPES[3:], ids=str)
 def test_cached_steps_equal_one_pass(config):
     params = tiny_params(config)
@@ -55,9 +65,7 @@ def test_cached_steps_equal_one_pass(config):
     start = 0
     for size in (5, 1, 4, 2):
         part = tokens[:, start : start + size]
-        rows = layout.causal(cache.length, size)
-        hidden, cache = decoder.forward(config, unstacked, part, rows, cache)
-        got = decoder.logits(params, hidden)
+        got, cache = cached_step(config, unstacked, cache, part)
         np.testing.assert_allclose(got, expected[:, start : start + size], atol=1e-4)
         cache = cache.at(cache.length + size)
         start += size
@@ -69,10 +77,7 @@ def test_rolled_back_cache_forgets():
     cache = caches.empty(config, 3, 1, 256, jnp.float32)
 
     def run(cache, tokens):
-        tokens = np.array([tokens], np.int32)
-        rows = layout.causal(cache.length, tokens.shape[1])
-        hidden, cache = decoder.forward(config, params, tokens, rows, cache)
-        return decoder.logits(params, hidden), cache
+        return cached_step(config, params, cache, np.array([tokens], np.int32))
 
     _, cache = run(cache, [3, 4, 5])
     cache = cache.at(jnp.array([3], jnp.int32))
