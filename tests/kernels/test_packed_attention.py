@@ -41,6 +41,7 @@ def test_equals_dense_attention_forward_and_backward(in_block):
     k, v = (jax.random.normal(key, (1, rows, 2, 8)) for key in keys[1:3])
     weights = jax.random.normal(keys[3], q.shape)
 
+    @jax.jit
     def packed(q, k, v):
         return packed_attention(
             q,
@@ -57,10 +58,12 @@ def test_equals_dense_attention_forward_and_backward(in_block):
 
     mask = visible(layout)
     np.testing.assert_allclose(packed(q, k, v), softmax_attention(q, k, v, mask), atol=1e-5)
-    got = jax.grad(lambda *a: jnp.sum(packed(*a) * weights), argnums=(0, 1, 2))(q, k, v)
-    expected = jax.grad(
-        lambda q, k, v: jnp.sum(softmax_attention(q, k, v, mask) * weights), argnums=(0, 1, 2)
-    )(q, k, v)
+
+    def gradients(attention):
+        return jax.jit(jax.grad(lambda *a: jnp.sum(attention(*a) * weights), argnums=(0, 1, 2)))
+
+    got = gradients(packed)(q, k, v)
+    expected = gradients(lambda q, k, v: softmax_attention(q, k, v, mask))(q, k, v)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
