@@ -1,7 +1,7 @@
 # Set-up and everyday commands; each target builds .venv itself where it is missing or out of date.
 PYTHON ?= python3
 VENV ?= .venv
-# Passed on to pytest by the compile targets.
+# Passed on to pytest by test-slow and the compile targets.
 PYTEST_ARGS ?=
 # The Python of `make gpu-check`.
 GPU_PYTHON ?= $(VENV)/bin/python
@@ -39,7 +39,7 @@ test-fast: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile \
-		-m "slow and not tpu_compiler and not gpu_compiler and not gpu"
+		-m "slow and not tpu_compiler and not gpu_compiler and not gpu" $(PYTEST_ARGS)
 
 # The compilers of TPUs and NVIDIA GPUs, which need neither. They lie beside the environment and not
 # in it: a jax that finds them looks for the hardware in every other test.
