@@ -1,29 +1,30 @@
 """Every test process gets eight CPU devices, so that meshes of several axes can be tested."""
 
 import os
+import shutil
+import tempfile
 
 # Nearly all of a test's time goes into compiling programs that run for a moment: LLVM need not
 # optimize them. jax reads this when it is imported, in the processes that tests start as well.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# And the same program, however small, is compiled once for all of them.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+_made = None
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _made = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="d3d-jax-tests-")
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 # On a CPU unless told otherwise, also where there is more: `make gpu-check` says cuda.
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """One compilation cache for all commands of a module, which start afresh each time."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
-    compilation_cache.reset_cache()
+def pytest_unconfigure():
+    """The process that made the cache, the first one, removes it."""
+    if _made is not None:
+        shutil.rmtree(_made)
 
 
 @pytest.fixture(scope="module")

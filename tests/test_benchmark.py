@@ -19,7 +19,6 @@ from tests.tiny_folders import write_drafter, write_target
 from tests.tiny_models import greedy
 from tests.train.test_prompts import COMMIT, parquet
 
-pytestmark = pytest.mark.usefixtures("compiled")
 TOKENS = 12
 WHOLE = ["--temperature", "0", "1", "--concurrency", "2", "--repeats", "2"]
 

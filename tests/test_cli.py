@@ -18,7 +18,6 @@ from d3d_jax.train.responses import read_manifest, read_responses
 from tests.models.test_processes import free_port
 from tests.tiny_folders import BLOCK_SIZE, write_drafter, write_target
 
-pytestmark = pytest.mark.usefixtures("compiled")
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("jax", "flax", "orbax", "optax", "transformers", "tensorflow_datasets", "matplotlib")
 HEAVY += ("grain", "numpy", "tokenizers", "safetensors", "huggingface_hub")

@@ -16,7 +16,6 @@ from d3d_jax.models.tokenizer import Tokenizer
 from d3d_jax.presets import preset
 from tests.tiny_folders import write_drafter, write_target
 
-pytestmark = pytest.mark.usefixtures("compiled")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from d3d_jax.infer.benchmark_summary import DEFINITIONS, summarise
 from tests.test_cli import models, one_error, responses  # noqa: F401
 from tests.tiny_folders import write_drafter
 
-pytestmark = pytest.mark.usefixtures("compiled")
 PNG = b"\x89PNG"
 
 

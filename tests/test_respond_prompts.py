@@ -15,7 +15,6 @@ from tests.models.tiny_gguf import CHAT_TEMPLATE
 from tests.test_cli import one_error
 from tests.tiny_folders import write_target
 
-pytestmark = pytest.mark.usefixtures("compiled")
 REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
 SYSTEM = {"role": "system", "content": "the"}
 USER = {"role": "user", "content": "hello"}

@@ -14,7 +14,6 @@ from d3d_jax.train.responses import read_manifest, read_responses
 from tests.models.tiny_gguf import CHAT_TEMPLATE
 from tests.tiny_folders import write_drafter, write_target
 
-pytestmark = pytest.mark.usefixtures("compiled")
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
     "{{ '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"

@@ -201,7 +201,6 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.usefixtures("compiled")
 def test_calibrate_changes_only_the_calibration_and_evaluate_compares_with_it(folders, capsys):
     before = contents(folders / "drafter")
     assert command("calibrate", folders) == 0
@@ -228,7 +227,6 @@ def test_calibrate_changes_only_the_calibration_and_evaluate_compares_with_it(fo
     assert "hit rates of asynchronous decoding" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("compiled")
 def test_what_cannot_be_calibrated_or_compared_is_refused(folders, capsys):
     before = contents(folders / "early")
     assert command("calibrate", folders, "--documents", "1", drafter="early") == 2

@@ -32,7 +32,6 @@ def dataset(tmp_path_factory):
 
 
 # A run compiles the same step as the one before it.
-pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def records(run):
