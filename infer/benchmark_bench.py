@@ -16,7 +16,11 @@ from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.measure import measure_steps, measure_verify, share_hardware
 from d3d_jax.infer.target import Target
+from d3d_jax.infer.timeline import Span, trace
 from d3d_jax.sampling import SamplingParams
+
+# The longest reply that is traced: some rounds, which a plot has room for.
+TRACED_TOKENS = 32
 
 _Made = TypeVar("_Made")
 
@@ -88,6 +92,26 @@ class Bench:
             step: {name: round(1e3 * seconds, 4) for name, seconds in spread.items()}
             for step, spread in found.items()
         }
+
+    def timeline(
+        self, mode: Mode, temperature: float, conversation: Conversation
+    ) -> list[Span] | str:
+        """When the steps of a short reply ran, or why memory was too small."""
+        new_tokens = min(TRACED_TOKENS, self.max_new_tokens)
+        short = dataclasses.replace(self, max_new_tokens=new_tokens)
+        decoder = short.warmed(mode, temperature, 1, [conversation])
+        if isinstance(decoder, str):
+            return decoder
+        prompt, params = self.chat(conversation, []), short.params(temperature, 0)
+        engine = decoder.engine(1)
+
+        def reply() -> None:
+            engine.submit(prompt, params)
+            while engine.unfinished:
+                engine.step()
+            engine.drain()  # so that no round is cut off
+
+        return or_out_of_memory(lambda: trace(reply))
 
     def devices(self, mode: str) -> int:
         """How many pieces of hardware a mode uses; a CPU's devices are one machine."""

@@ -7,11 +7,8 @@ import tempfile
 # Nearly all of a test's time goes into compiling programs that run for a moment: LLVM need not
 # optimize them. jax reads this when it is imported, in the processes that tests start as well.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# And the same program, however small, is compiled once for all of them.
+# And the same program, however small, is compiled once for all of them (`pytest_configure`).
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-_made = None
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _made = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="d3d-jax-tests-")
 
 import jax
 import pytest
@@ -21,10 +18,21 @@ jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 
-def pytest_unconfigure():
-    """The process that made the cache, the first one, removes it."""
-    if _made is not None:
-        shutil.rmtree(_made)
+CACHE = "JAX_COMPILATION_CACHE_DIR"
+
+
+def pytest_configure(config):
+    """The first process makes the cache; others, which inherit its environment, find it named."""
+    config.made = None
+    if CACHE not in os.environ:
+        config.made = os.environ[CACHE] = tempfile.mkdtemp(prefix="d3d-jax-tests-")
+    jax.config.update("jax_compilation_cache_dir", os.environ[CACHE])
+
+
+def pytest_unconfigure(config):
+    """And removes it."""
+    if config.made is not None:
+        shutil.rmtree(config.made)
 
 
 @pytest.fixture(scope="module")

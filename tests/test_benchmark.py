@@ -84,6 +84,22 @@ def test_the_json_holds_what_was_promised(done):
     assert all(row["compiled_while_timed"] == 0 for row in result["results"])
 
 
+def test_a_trace_shows_the_steps_of_rounds_in_order(done, models, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark_bench, "measure", None)  # a trace may be added to what is there
+    assert run(models, done, *WHOLE, "--seed", "5", "--trace", "--json") == 0
+    timelines = json.loads(capsys.readouterr().out)["timelines"]
+    assert set(timelines) == {"sync", "async"}
+    for mode, after in (("sync", "draft"), ("async", "resolve")):
+        spans = timelines[mode]
+        turns = [span for span in spans if span["step"] in ("verify", after)]
+        assert [span["step"] for span in turns] == ["verify", after] * (len(turns) // 2)
+        assert len(turns) >= 2 * 3  # a block of 4 leaves at least three rounds of 12 tokens
+        ends = [span["end"] for span in turns]
+        assert all(end <= span["start"] for end, span in zip(ends, turns[1:], strict=False))
+    prepared = [span for span in timelines["async"] if span["step"] == "prepare"]
+    assert len(prepared) == sum(span["step"] == "resolve" for span in timelines["async"])
+
+
 def test_a_finished_benchmark_is_not_measured_again_and_others_are_refused(
     done, models, monkeypatch, capsys
 ):

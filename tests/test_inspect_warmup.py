@@ -17,7 +17,6 @@ from d3d_jax.presets import preset
 from tests.tiny_folders import write_drafter, write_target
 
 
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")

@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from d3d_jax import cli
 from d3d_jax.commands.benchmark_options import KIND
 from d3d_jax.commands.loading import open_decoder
@@ -41,7 +39,10 @@ def write_benchmark(folder: Path, decode: float, concurrency: tuple[int, ...] = 
     settings = {**dict.fromkeys(names), "target": "t", "concurrency": list(concurrency)}
     settings["machine"] = {"devices": ["cpu cpu"], "jax": "1.2.3", "commit": None}
     steps = {"plain": {"median": 5.0, "iqr": 0.0}}
+    spans = [("verify", 0, 5), ("draft", 5, 6), ("verify", 6, 11)]
+    traced = [dict(zip(("step", "start", "end"), span, strict=True)) for span in spans]
     result = {
+        "timelines": {"sync": traced, "async": "out of memory: 9 bytes"},
         "kind": KIND,
         "definitions": list(DEFINITIONS),
         "settings": settings,
@@ -79,7 +80,7 @@ def test_runs_stand_side_by_side_with_plots(tmp_path, capsys):
     assert "| run | 1.500 | 2 | 1.250 | 4 |" in text
     assert "| 5 | 2.000 | 3.00 | 1.50 | 1.25 | 1.50 | 1.25 |" in text
     assert "published" not in text
-    names = ("speedup", "acceptance", "position", "concurrency", "training", "depth")
+    names = ("speedup", "acceptance", "position", "concurrency", "timeline", "training", "depth")
     for name in names:
         assert f"({name}.png)" in text
         assert (tmp_path / f"out/{name}.png").read_bytes().startswith(PNG)

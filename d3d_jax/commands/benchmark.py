@@ -57,6 +57,8 @@ def run(options: Benchmark) -> None:
         _measure(options, tasks, folder, bench, peer)
         with busy("comparing replies and timing steps"):
             result = make_result(asked, tasks, folder, bench)
+        if options.trace:
+            result["timelines"] = _timelines(options, bench, tasks[0].conversations[0])
     except KeyboardInterrupt:
         note(f"{options.out} keeps the points that ended; the same command continues")
         raise
@@ -102,6 +104,20 @@ def _measure(
         bar.update(done)
 
 
+def _timelines(
+    options: Benchmark, bench: Bench, conversation: Conversation
+) -> dict[str, list[dict[str, Any]] | str]:
+    """By drafting mode, when each step of a reply ran; or why it was not traced."""
+    found: dict[str, list[dict[str, Any]] | str] = {}
+    for mode in options.modes:
+        if mode != "plain":
+            with busy(f"tracing {mode}"):
+                spans = bench.timeline(mode, options.temperature[0], conversation)
+            traced = not isinstance(spans, str)
+            found[mode] = [dataclasses.asdict(span) for span in spans] if traced else spans
+    return found
+
+
 def _groups(options: Benchmark, tasks: Sequence[Task]) -> list[list[Key]]:
     """The points in the order they are measured, those of one temperature and concurrency together.
 
@@ -121,7 +137,7 @@ def _groups(options: Benchmark, tasks: Sequence[Task]) -> list[list[Key]]:
 def settings(options: Benchmark, files: DecoderFiles, tasks: Sequence[Task]) -> dict[str, Any]:
     """All that decides what is measured, for the folder."""
     given = dataclasses.asdict(options)
-    for name in ("out", "json", "tasks", "prompts"):
+    for name in ("out", "json", "trace", "tasks", "prompts"):
         del given[name]
     return {
         **given,

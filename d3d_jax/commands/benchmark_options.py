@@ -52,6 +52,8 @@ class Benchmark:
       miss: Where the outcome was not prepared: draft while the target waits, or reuse the nearest
         prepared block.
       dtype: Type of weights, activations and caches.
+      trace: Afterwards decode a short reply in each drafting mode under JAX's profiler, for the
+        timeline of `d3d report`.
       json: Print benchmark.json instead of tables.
       placement: Which devices hold the models.
     """
@@ -79,6 +81,7 @@ class Benchmark:
     dtype: Annotated[
         DType | None, arg("{float32,bfloat16}", "float32 on CPU, else the checkpoint's")
     ] = None
+    trace: bool = False
     json: bool = False
     placement: Placement = dataclasses.field(default_factory=Placement)
 

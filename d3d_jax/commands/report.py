@@ -70,6 +70,8 @@ def _benchmarks(sources: Sequence[Source], options: Report) -> list[str]:
     if any(len(source.content["settings"]["concurrency"]) > 1 for source in sources):
         plots.concurrency(out / "concurrency.png", sources)
         parts += ["## Throughput", tables.concurrency_table(sources), _picture("concurrency.png")]
+    if plots.timeline(out / "timeline.png", sources):
+        parts += ["## When the steps of a reply ran", _picture("timeline.png")]
     for source in sources:
         parts += [f"## All figures of {source.name}", tables.figures_table(source)]
         parts += [tables.steps_table(source)]

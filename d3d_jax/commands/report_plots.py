@@ -120,6 +120,34 @@ def concurrency(path: Path, sources: Sequence[Source]) -> None:
     lines(path, found, title="Throughput", xlabel="requests at a time", ylabel="tokens/s")
 
 
+def timeline(path: Path, sources: Sequence[Source]) -> bool:
+    """When the steps of a traced reply ran, a lane for either role of every run and mode.
+
+    Returns:
+      Whether there was a trace to draw.
+    """
+    traced = {
+        f"{source.name}: {mode}": spans
+        for source in sources
+        for mode, spans in source.content.get("timelines", {}).items()
+        if not isinstance(spans, str)
+    }
+    if not traced:
+        return False
+    # One lane below the other, the target's first.
+    lanes = [f"{name}, {role}" for name in traced for role in ("target", "drafter")]
+    with plot(path, title="Steps of a reply, traced", xlabel="ms") as axes:
+        for number, step in enumerate(("verify", "prepare", "resolve", "draft")):
+            for row, spans in enumerate(traced.values()):
+                lane = 2 * row + (step != "verify")
+                own = [(s["start"], s["end"] - s["start"]) for s in spans if s["step"] == step]
+                axes.broken_barh(own, (lane - 0.4, 0.8), facecolors=f"C{number}")
+            axes.bar(0, 0, color=f"C{number}", label=step)  # for the legend
+        axes.set_yticks(range(len(lanes)), lanes)
+        axes.invert_yaxis()
+    return True
+
+
 def depths(path: Path, sources: Sequence[Source]) -> None:
     """Measured speedups against the drafter's layers."""
     found = {
