@@ -22,6 +22,7 @@ import numpy as np
 import d3d_jax
 from d3d_jax import acceptance
 from d3d_jax.config import DecodeConfig
+from d3d_jax.files import write_json
 from d3d_jax.infer.batch import Batch
 from d3d_jax.infer.bench_steps import host_alone
 from d3d_jax.infer.decoding import Decoder
@@ -156,9 +157,7 @@ def main() -> None:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
     }
-    partial = args.out.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=2) + "\n")
-    os.replace(partial, args.out)
+    write_json(args.out, result)
     print(json.dumps(result, indent=2))
 
 

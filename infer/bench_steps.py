@@ -25,6 +25,7 @@ import numpy as np
 
 from d3d_jax.config import DecodeConfig, ModelConfig
 from d3d_jax.drafter import Drafter
+from d3d_jax.files import write_json
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.loading import load_drafter, shipped_drafter
@@ -221,9 +222,7 @@ def main() -> None:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
     }
-    partial = args.out.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=2) + "\n")
-    os.replace(partial, args.out)
+    write_json(args.out, result)
     print(json.dumps(result, indent=2))
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import platform
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich import box
 from rich.table import Table
 
 from d3d_jax.config import Mode
 from d3d_jax.errors import D3DError
+from d3d_jax.files import picture, write_json
 from d3d_jax.infer.demo import MODES, Comparison, Summary
 from d3d_jax.infer.measure import StepTimes
+from d3d_jax.infer.measure_rounds import machine
 
 JSON_NAME, PICTURE_NAME = "demo.json", "demo.png"
 _COLORS = {"T_v": "#4c72b0", "T_d": "#dd8452", "T_p": "#55a868", "choice": "#8c8c8c"}
@@ -146,7 +145,7 @@ def save(
     """
     record = {
         "settings": settings,
-        "machine": _machine(),
+        "machine": {"platform": platform.platform(), **machine()},
         "shared_hardware": comparison.shared,
         "warm_up_seconds": round(comparison.warm_up, 2),
         "step_seconds": dataclasses.asdict(comparison.times),
@@ -154,9 +153,8 @@ def save(
         "prompts": [_prompt_record(comparison, i, text) for i, text in enumerate(prompts)],
         "verdict": verdict(comparison),
     }
-    text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-    _write(out / JSON_NAME, lambda path: path.write_text(text, encoding="utf-8"))
-    _write(out / PICTURE_NAME, lambda path: _draw(comparison, path))
+    write_json(out / JSON_NAME, record)
+    _draw(comparison, out / PICTURE_NAME)
     return out / JSON_NAME, out / PICTURE_NAME
 
 
@@ -176,70 +174,41 @@ def _prompt_record(comparison: Comparison, number: int, text: str) -> dict[str, 
     return {"prompt": text, "modes": modes}
 
 
-def _machine() -> dict[str, Any]:
-    return {
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "devices": [f"{d.platform} {d.device_kind}" for d in jax.devices()],
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-    }
-
-
-def _write(path: Path, fill: Callable[[Path], Any]) -> None:
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        fill(partial)
-        os.replace(partial, path)
-    except OSError as error:
-        raise D3DError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def _draw(comparison: Comparison, path: Path) -> None:
     """Left: tokens/s of each mode; right: what an average round consists of."""
-    # The object interface: pyplot would choose a window system and keep the figure alive.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    speeds = [comparison.summaries[mode].tokens_per_second for mode in MODES]
-    bars = left.bar(
-        MODES,
-        [s.median for s in speeds],
-        yerr=[s.iqr / 2 for s in speeds],
-        capsize=4,
-        color="#4c72b0",
-    )
-    labels = [f"{comparison.summaries[mode].speedup:.2f} ×" for mode in MODES]
-    left.bar_label(bars, labels, padding=3)
-    left.margins(y=0.15)
-    left.set(ylabel="tokens/s (median, interquartile range)", title="Speed")
-    seen: set[str] = set()
-    for at, mode in enumerate(MODES):
-        summary, bottom = comparison.summaries[mode], 0.0
-        for name, seconds in round_parts(mode, summary, comparison.times).items():
-            # On hardware of its own the packed draft runs beside the verification.
-            beside = name == "T_p" and not comparison.shared
-            label = None if name in seen else name
-            right.bar(
-                at + 0.45 * beside,
-                seconds * 1e3,
-                0.35 if beside else 0.6,
-                bottom=0.0 if beside else bottom,
-                color=_COLORS[name],
-                label=label,
-            )
-            seen.add(name)
-            bottom += 0.0 if beside else seconds * 1e3
-        right.annotate(f"τ {summary.tau:.2f}", (at, bottom), ha="center", va="bottom")
-    right.margins(y=0.15)
-    right.set(ylabel="ms", title="An average round")
-    right.set_xticks(range(len(MODES)), MODES)
-    right.legend()
-    figure.savefig(path, dpi=120)
+    with picture(path, (10, 4.2)) as figure:
+        left, right = figure.subplots(1, 2)
+        speeds = [comparison.summaries[mode].tokens_per_second for mode in MODES]
+        bars = left.bar(
+            MODES,
+            [s.median for s in speeds],
+            yerr=[s.iqr / 2 for s in speeds],
+            capsize=4,
+            color="#4c72b0",
+        )
+        labels = [f"{comparison.summaries[mode].speedup:.2f} ×" for mode in MODES]
+        left.bar_label(bars, labels, padding=3)
+        left.margins(y=0.15)
+        left.set(ylabel="tokens/s (median, interquartile range)", title="Speed")
+        seen: set[str] = set()
+        for at, mode in enumerate(MODES):
+            summary, bottom = comparison.summaries[mode], 0.0
+            for name, seconds in round_parts(mode, summary, comparison.times).items():
+                # On hardware of its own the packed draft runs beside the verification.
+                beside = name == "T_p" and not comparison.shared
+                label = None if name in seen else name
+                right.bar(
+                    at + 0.45 * beside,
+                    seconds * 1e3,
+                    0.35 if beside else 0.6,
+                    bottom=0.0 if beside else bottom,
+                    color=_COLORS[name],
+                    label=label,
+                )
+                seen.add(name)
+                bottom += 0.0 if beside else seconds * 1e3
+            right.annotate(f"τ {summary.tau:.2f}", (at, bottom), ha="center", va="bottom")
+        right.margins(y=0.15)
+        right.set(ylabel="ms", title="An average round")
+        right.set_xticks(range(len(MODES)), MODES)
+        right.legend()

@@ -237,8 +237,13 @@ def machine() -> dict[str, Any]:
         **{name: _version(name) for name in ("d3d_jax", "jax", "jaxlib", "flax")},
         "commit": _commit(),
         "devices": [f"{device.platform} {device.device_kind}" for device in jax.devices()],
-        "cores": os.cpu_count(),
+        "cores": _cores(),
     }
+
+
+def _cores() -> int | None:
+    """Those this process may use, where the system says."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _version(package: str) -> str | None:

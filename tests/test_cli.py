@@ -161,6 +161,23 @@ def test_respond_init_train_evaluate(models, responses, tmp_path, capsys):
     pruned = json.loads((tmp_path / "less/drafter/config.json").read_text())
     assert pruned["num_hidden_layers"] == 1 and pruned["d3d"]["pruned_layers"] == [1]
 
+    # What is pruned already is not pruned again, and every step of it can be timed.
+    made = {p: p.stat().st_mtime_ns for p in (tmp_path / "less").rglob("*.safetensors")}
+    capsys.readouterr()
+    timed = ["--drafter-devices", "0", "--speed", "2", "--json"]
+    assert cli.main(["prune", *target, *data, *less, *timed]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "less/report.json").read_text()) == report
+    assert [depth["layers"] for depth in report["depths"]] == [2, 1]
+    # Replies are short, and the round that ends one is cut: an endless one's τ is higher.
+    measured = [report["tau"], report["steps"][0]["tau"]]
+    for depth, tau in zip(report["depths"], measured, strict=True):
+        assert tau - 1e-3 <= depth["tau"] <= tau + 0.2
+        assert min(depth["draft_ms"], depth["prepare_ms"], *depth["measured"].values()) > 0
+        assert set(depth["measured"]) == {"sync", "async"} and "separate" in depth["predicted"]
+    assert (tmp_path / "less/depth.png").read_bytes().startswith(b"\x89PNG")
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "less").rglob("*.safetensors")} == made
+
     settings = ["--config", str(models / "config.yaml"), "--drafter", str(first)]
     settings += ["--drafter-devices", "0-1", "--tensor", "2", "steps=4"]
     assert cli.main(["train", *target, *data, *settings, "--out", str(run)]) == 0

@@ -31,6 +31,7 @@ from jax.sharding import Mesh
 
 from d3d_jax.drafter import Drafter, Params, read_drafter, save_drafter
 from d3d_jax.errors import D3DError
+from d3d_jax.files import write_json
 from d3d_jax.models import parameters, sharding
 from d3d_jax.train import importance
 from d3d_jax.train.acceptance import OfflineAcceptance
@@ -38,7 +39,6 @@ from d3d_jax.train.config import TrainConfig
 from d3d_jax.train.dataset import ResponseDataset
 from d3d_jax.train.distillation import MARGIN, Teacher
 from d3d_jax.train.importance import Criterion, Ranking
-from d3d_jax.train.responses import write_atomic
 from d3d_jax.train.step import fingerprint, place, split
 from d3d_jax.train.trainer import Trainer, packed_batches
 
@@ -243,7 +243,7 @@ class Pruning:
             ranking = importance.by_measure(self._measure(drafter), self._placed(params), layers)
         seconds = time.perf_counter() - clock
         found = {"whole": ranking.whole, "scores": ranking.scores, "seconds": round(seconds, 2)}
-        write_atomic(file, json.dumps(found, indent=2) + "\n")
+        write_json(file, found)
         return ranking, found["seconds"]
 
     def _measure(self, drafter: Drafter) -> importance.Measure:
@@ -321,4 +321,4 @@ class _Record:
             self.file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise D3DError(f"cannot write {self.file.parent}: {error.strerror}") from None
-        write_atomic(self.file, json.dumps(found, indent=2) + "\n")
+        write_json(self.file, found)

@@ -14,13 +14,13 @@ import dataclasses
 import fcntl
 import functools
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from d3d_jax.errors import D3DError
+from d3d_jax.files import write_text
 from d3d_jax.train.jsonl import json_lines
 
 FORMAT_VERSION = 1
@@ -233,7 +233,7 @@ def _prepare_folder(folder: Path, manifest: Manifest) -> IO[str]:
         _refuse_other_manifest(folder, read_manifest(folder), manifest)
     else:
         text = json.dumps(manifest.to_json(), indent=2, sort_keys=True) + "\n"
-        write_atomic(folder / MANIFEST_NAME, text)
+        write_text(folder / MANIFEST_NAME, text)
     return lock
 
 
@@ -310,40 +310,22 @@ def default_split(index: int) -> str:
     return "validation" if held_out else "train"
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Writes a file so that it is seen whole or not at all. Raises D3DError when it cannot."""
-    temporary = _temporary(path)
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            # Without this a power cut can leave the new name on an empty file.
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise D3DError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _write_new(path: Path, text: str) -> bool:
-    """`write_atomic`, unless the name is taken or being written by another: then False."""
-    claim = _temporary(path)
+    """Writes a file unless its name is taken or being written by another: then False."""
+    claim = path.with_name(f".{path.name}.tmp")
     try:
         claim.touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError as error:
         raise D3DError(f"cannot write {path}: {error.strerror}") from error
-    if path.exists():
+    try:
+        if path.exists():
+            return False
+        write_text(path, text)
+        return True
+    finally:
         claim.unlink()
-        return False
-    write_atomic(path, text)
-    return True
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp")
 
 
 def _check_fields(cls: type, record: object) -> None:

@@ -23,9 +23,9 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from d3d_jax.errors import D3DError, LostProcessError
+from d3d_jax.files import write_text
 from d3d_jax.processes import first_does, is_first
 from d3d_jax.train.curves import Curves
-from d3d_jax.train.responses import write_atomic
 from d3d_jax.train.step import State
 
 
@@ -52,7 +52,7 @@ class RunFolder:
             except OSError as error:
                 raise D3DError(f"cannot write the run folder {path}: {error}") from None
             if not file.exists():
-                write_atomic(file, text)
+                write_text(file, text)
 
         first_does(write, f"cannot write the run folder {path}")
         try:
@@ -161,7 +161,7 @@ class RunFolder:
         lines = [line for line in self._metrics.read_text().splitlines() if line.endswith("}")]
         records = [record for line in lines if (record := json.loads(line))["step"] <= step]
         text = "".join(json.dumps(record) + "\n" for record in records)
-        first_does(lambda: write_atomic(self._metrics, text), f"cannot write {self._metrics}")
+        first_does(lambda: write_text(self._metrics, text), f"cannot write {self._metrics}")
         return records
 
     def log(self, record: dict[str, Any]) -> None:

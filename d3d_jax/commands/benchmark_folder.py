@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from d3d_jax.errors import D3DError
+from d3d_jax.files import write_json
 from d3d_jax.infer.benchmark import Point
-from d3d_jax.train.responses import write_atomic
 
 SETTINGS_NAME, RESULT_NAME = "settings.json", "benchmark.json"
 
@@ -58,7 +58,7 @@ class BenchmarkFolder:
         settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
         file = path / SETTINGS_NAME
         if not file.exists():
-            write_atomic(file, json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
+            write_json(file, settings, indent=1)
         elif (other := _difference(_read(file), settings)) is not None:
             name, theirs, ours = other
             raise D3DError(
@@ -77,12 +77,11 @@ class BenchmarkFolder:
     def write(self, key: Key, point: Point | str) -> None:
         """Keeps a point, or why it failed."""
         raw = {"failed": point} if isinstance(point, str) else dataclasses.asdict(point)
-        write_atomic(self._file(key), json.dumps(raw) + "\n")
+        write_json(self._file(key), raw, indent=None)
 
     def finish(self, result: dict[str, Any]) -> Path:
         """Writes the result; returns its path."""
-        text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-        write_atomic(self.path / RESULT_NAME, text)
+        write_json(self.path / RESULT_NAME, result, indent=1)
         return self.path / RESULT_NAME
 
     def _file(self, key: Key) -> Path:

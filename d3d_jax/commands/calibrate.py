@@ -21,6 +21,7 @@ from d3d_jax.commands.evaluate import check_data, load_checked
 from d3d_jax.commands.options import Calibrate
 from d3d_jax.commands.runtime import busy, note, start_jax
 from d3d_jax.errors import D3DError
+from d3d_jax.files import replacing
 from d3d_jax.train.acceptance import OfflineAcceptance
 from d3d_jax.train.dataset import open_dataset
 from d3d_jax.train.outcomes import (
@@ -97,10 +98,6 @@ def write_calibration(folder: Path, calibration: tuple[float, ...] | None) -> No
     path = folder / "config.json"
     raw = json.loads(path.read_text())
     raw["d3d"]["calibration"] = calibration
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with replacing(path) as partial:
         partial.write_text(json.dumps(raw, indent=2) + "\n")
         partial.chmod(path.stat().st_mode)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

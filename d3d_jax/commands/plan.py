@@ -28,6 +28,7 @@ from d3d_jax.commands.plan_report import (
 from d3d_jax.commands.runtime import Bar, busy, note, start_jax
 from d3d_jax.drafter import Drafter, Params, check_drafter_files
 from d3d_jax.errors import D3DError
+from d3d_jax.files import write_json
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.loading import DEFAULT_BRANCHES, DrafterFiles
 from d3d_jax.infer.measure import share_hardware
@@ -303,11 +304,5 @@ def check_writable(path: Path) -> None:
 
 
 def _save(path: Path, raw: dict[str, Any]) -> None:
-    """Writes JSON, whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(raw, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_json(path, raw, indent=1)
     note(f"saved {path}")

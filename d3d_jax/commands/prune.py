@@ -14,6 +14,7 @@ from d3d_jax.commands import prune_report
 from d3d_jax.commands.evaluate import check_data, load_checked
 from d3d_jax.commands.prune_options import Prune
 from d3d_jax.commands.runtime import Bar, note, start_jax
+from d3d_jax.files import write_json
 from d3d_jax.infer.measure_rounds import machine
 from d3d_jax.infer.placement import chosen_devices
 from d3d_jax.models.registry import resolve_model
@@ -21,7 +22,6 @@ from d3d_jax.models.sharding import make_mesh
 from d3d_jax.train.config import load_config
 from d3d_jax.train.dataset import open_dataset
 from d3d_jax.train.pruning import Outcome, PruneConfig, Pruning, Step
-from d3d_jax.train.responses import write_atomic
 
 
 def run(options: Prune) -> None:
@@ -58,7 +58,7 @@ def run(options: Prune) -> None:
         depths = _speeds(options, pruning, outcome)
         report["depths"] = [dataclasses.asdict(depth) for depth in depths]
         report["machine"] = machine()
-        write_atomic(options.out / "report.json", json.dumps(report, indent=2) + "\n")
+        write_json(options.out / "report.json", report)
         prune_report.draw(depths, options.out / "depth.png")
         if not options.json:
             console.print(prune_report.table(depths))

@@ -12,6 +12,7 @@ from rich.table import Table
 from d3d_jax.commands.evaluate import load_checked
 from d3d_jax.commands.plan import measure_profile, recorded_prompt
 from d3d_jax.commands.runtime import Bar, busy
+from d3d_jax.files import picture
 from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.loading import load_drafter
 from d3d_jax.infer.measure import share_hardware
@@ -154,23 +155,17 @@ def table(depths: list[Depth]) -> Table:
 
 def draw(depths: list[Depth], path: Path) -> None:
     """τ and speedups against depth."""
-    # The object interface: pyplot would choose a window system and keep the figure alive.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    layers = [depth.layers for depth in depths]
-    left.plot(layers, [depth.tau for depth in depths], "o-")
-    left.set(xlabel="layers of the drafter", ylabel="τ", title="Acceptance length")
-    for name in ("sync", "async"):
-        right.plot(layers, [depth.measured[name] for depth in depths], "o-", label=name)
-    if all("separate" in depth.predicted for depth in depths):
-        separate = [depth.predicted["separate"] for depth in depths]
-        right.plot(layers, separate, "o--", label="async on its own devices, predicted")
-    right.set(xlabel="layers of the drafter", ylabel="×", title="Speedup over plain decoding")
-    right.legend()
-    for axes in (left, right):
-        axes.set_xticks(layers)
-    figure.savefig(path, dpi=120)
+    with picture(path, (10, 4.2)) as figure:
+        left, right = figure.subplots(1, 2)
+        layers = [depth.layers for depth in depths]
+        left.plot(layers, [depth.tau for depth in depths], "o-")
+        left.set(xlabel="layers of the drafter", ylabel="τ", title="Acceptance length")
+        for name in ("sync", "async"):
+            right.plot(layers, [depth.measured[name] for depth in depths], "o-", label=name)
+        if all("separate" in depth.predicted for depth in depths):
+            separate = [depth.predicted["separate"] for depth in depths]
+            right.plot(layers, separate, "o--", label="async on its own devices, predicted")
+        right.set(xlabel="layers of the drafter", ylabel="×", title="Speedup over plain decoding")
+        right.legend()
+        for axes in (left, right):
+            axes.set_xticks(layers)

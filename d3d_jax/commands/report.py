@@ -11,7 +11,7 @@ from d3d_jax.commands.benchmark_report import sentences
 from d3d_jax.commands.report_files import Kind, Source, read_sources
 from d3d_jax.commands.report_options import Report
 from d3d_jax.errors import D3DError
-from d3d_jax.train.responses import write_atomic
+from d3d_jax.files import write_text
 
 NAME = "report.md"
 
@@ -42,7 +42,7 @@ def run(options: Report) -> None:
         parts += ["## Depth of the drafter", _picture("depth.png")]
         for source in prunings:
             parts += [f"### {source.name}", tables.depth_table(source)]
-    write_atomic(options.out / NAME, "\n\n".join(parts) + "\n")
+    write_text(options.out / NAME, "\n\n".join(parts) + "\n")
     print(options.out / NAME)
 
 

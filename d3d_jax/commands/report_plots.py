@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from d3d_jax.commands.benchmark_options import OVERALL
 from d3d_jax.commands.report_files import Source
 from d3d_jax.commands.report_tables import Row, way, whole_rows
-from d3d_jax.errors import D3DError
+from d3d_jax.files import picture
 
 Line = Sequence[tuple[float, float]]
 
@@ -23,25 +22,12 @@ def plot(path: Path, **labels: Any) -> Iterator[Any]:
     Args:
       labels: as matplotlib's `Axes.set` takes them.
     """
-    # The object interface: pyplot would choose a window system and keep the figure alive.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    yield axes
-    axes.set(**labels)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="small")
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(partial, dpi=120)
-        os.replace(partial, path)
-    except OSError as error:
-        raise D3DError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    with picture(path) as figure:
+        axes = figure.subplots()
+        yield axes
+        axes.set(**labels)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
 
 
 def lines(

@@ -21,6 +21,7 @@ from d3d_jax.commands.report_tables import sweep_table
 from d3d_jax.commands.runtime import Bar, busy, note, start_jax
 from d3d_jax.commands.sweep_options import KIND, Sweep
 from d3d_jax.errors import D3DError
+from d3d_jax.files import write_json
 from d3d_jax.infer.benchmark_bench import or_out_of_memory
 from d3d_jax.infer.demo_report import check_writable
 from d3d_jax.infer.drafter import DrafterRole
@@ -31,7 +32,6 @@ from d3d_jax.infer.plan import Prediction, Profile, Setting, Times, predict
 from d3d_jax.infer.target import Target
 from d3d_jax.models import checkpoint
 from d3d_jax.train.dataset import ResponseDataset, open_dataset
-from d3d_jax.train.responses import write_atomic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,8 +278,7 @@ def _finish(options: Sweep, rows: dict[str, list[dict[str, Any]]]) -> None:
         "machine": machine(),
         "axes": rows,
     }
-    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    write_atomic(options.out / "sweep.json", text)
+    write_json(options.out / "sweep.json", result, indent=1)
     for axis, own in rows.items():
         report_plots.sweep(options.out / f"sweep-{axis.replace(' ', '-')}.png", own, axis)
     if options.json:

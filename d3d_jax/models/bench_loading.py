@@ -30,6 +30,7 @@ import numpy as np
 import safetensors
 from jax.sharding import Mesh
 
+from d3d_jax.files import write_json
 from d3d_jax.models import checkpoint, checkpoint_writing, parameters, sharding
 from d3d_jax.presets import preset
 
@@ -239,9 +240,7 @@ def main() -> None:
         print_memory(args.memory_of, args.devices, args.stacked)
         return
     result = run(args.dir, args.rounds)
-    partial = args.out.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=2) + "\n")
-    os.replace(partial, args.out)
+    write_json(args.out, result)
     print(json.dumps(result, indent=2))
 
 

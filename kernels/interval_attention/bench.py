@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import os
 import platform
 import time
@@ -26,6 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from d3d_jax.files import write_json
 from d3d_jax.kernels.interval_attention import api
 from d3d_jax.kernels.interval_attention.bench_candidates import (
     Inputs,
@@ -169,9 +169,7 @@ def main() -> None:
     for shape in chosen:
         result["shapes"].append(bench(shape, dtype, roof))
         show(result["shapes"][-1], console)
-        partial = args.out.with_suffix(".partial")
-        partial.write_text(json.dumps(result, indent=2) + "\n")
-        os.replace(partial, args.out)
+        write_json(args.out, result)
 
 
 if __name__ == "__main__":
