@@ -37,7 +37,7 @@ def told_by_first(answer: bool) -> bool:
         return answer
     from jax.experimental import multihost_utils
 
-    with _others_reached():
+    with others_reached():
         return bool(multihost_utils.broadcast_one_to_all(np.int32(answer)))
 
 
@@ -72,7 +72,7 @@ def refuse_different(asked: str) -> None:
     from jax.experimental import multihost_utils
 
     digest = np.frombuffer(hashlib.sha256(asked.encode()).digest(), np.uint8)
-    with _others_reached():
+    with others_reached():
         digests = multihost_utils.process_allgather(digest)
     if (digests != digest).any():
         raise D3DError("the processes of this run have different options, prompts or targets")
@@ -121,14 +121,14 @@ def leave() -> None:
 
 def _tell(what: str) -> None:
     client, process = _coordinator()
-    with _others_reached():
+    with others_reached():
         client.key_value_set(f"d3d/{what}/{process}", "", allow_overwrite=True)
 
 
 def _told(what: str) -> list[Any]:
     """Who has told so."""
     client, _ = _coordinator()
-    with _others_reached():
+    with others_reached():
         return client.key_value_dir_get(f"d3d/{what}/")
 
 
@@ -143,11 +143,14 @@ def _coordinator() -> tuple[Any, int]:
 
 
 @contextlib.contextmanager
-def _others_reached() -> Iterator[None]:
-    """Says what it means when another process does not take part any more."""
+def others_reached() -> Iterator[None]:
+    """Says what it means when work fails because another process takes no part in it any more."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
+        if _coordinator()[0] is None:
+            raise  # this process is alone
         raise LostProcessError(
-            f"another process of this run is gone or cannot be reached ({error})"
+            "another process of this run is gone or cannot be reached; the same command in all of "
+            f"them continues ({error})"
         ) from error

@@ -6,11 +6,10 @@ One step is `train.step`, its objective `train.objective`, the data `train.packi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from d3d_jax import flops
 from d3d_jax.drafter import Drafter, Params, save_drafter
-from d3d_jax.errors import D3DError, LostProcessError, StoppedError
+from d3d_jax.errors import D3DError, StoppedError
 from d3d_jax.models import parameters, sharding
+from d3d_jax.processes import others_reached
+from d3d_jax.signals import noted
 from d3d_jax.train.acceptance import OfflineAcceptance
 from d3d_jax.train.config import TrainConfig
 from d3d_jax.train.dataset import ResponseDataset
@@ -46,39 +47,6 @@ from d3d_jax.train.step import (
 )
 
 Report = Callable[[dict[str, Any]], None]
-
-
-class _Stop:
-    """Turns the first SIGTERM or SIGINT into a request to save and stop."""
-
-    def __init__(self) -> None:
-        self.requested = 0
-
-    def __enter__(self) -> _Stop:
-        self._old = {s: signal.signal(s, self._set) for s in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def _set(self, number: int, frame: Any) -> None:
-        self.requested = number
-        signal.signal(number, self._old[signal.Signals(number)])
-
-    def __exit__(self, *exception: Any) -> None:
-        for number, old in self._old.items():
-            signal.signal(number, old)
-
-
-@contextlib.contextmanager
-def _others_alive() -> Iterator[None]:
-    """Says what it means when a step fails because a process that takes part in it is gone."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
-            raise
-        raise LostProcessError(
-            "another process of this run has ended or cannot be reached; the same command in all "
-            f"of them continues from the last checkpoint ({error})"
-        ) from error
 
 
 @dataclasses.dataclass
@@ -160,7 +128,8 @@ class Trainer:
         given, frozen = frozen, self._placed(frozen)
         teacher = self._teacher(given, frozen)
         index = None if index is None else place(index, self._whole)
-        with self._folder.checkpoints() as manager, _Stop() as stop, _others_alive():
+        asked_to_stop = noted(signal.SIGTERM, signal.SIGINT)
+        with self._folder.checkpoints() as manager, asked_to_stop as came, others_reached():
             state = self._folder.restore(manager, state)
             gauges = Gauges(self.mesh.devices.flatten().tolist(), self.config.compute)
             loop = _Loop(self, manager, frozen, gauges, start=int(state["step"]))
@@ -168,7 +137,7 @@ class Trainer:
             for number in range(loop.start + 1, self.config.steps + 1):
                 with gauges.waiting("input"):
                     batch = next(batches)
-                inputs = (frozen, index, *self._place_inputs(batch, stop.requested), teacher)
+                inputs = (frozen, index, *self._place_inputs(batch, came()), teacher)
                 if not gauges.model_flops:
                     # What is computed a second time to save memory is no work of the model.
                     plain = dataclasses.replace(self.config, remat="none")

@@ -21,6 +21,7 @@ from d3d_jax.commands.option_groups import Processes
 from d3d_jax.compilation import keep_compiled
 from d3d_jax.errors import D3DError, StoppedError
 from d3d_jax.infer.model import ModelFiles
+from d3d_jax.signals import noted
 from d3d_jax.train.prompts import Prompt
 
 console = Console(stderr=True, highlight=False)
@@ -77,27 +78,16 @@ def join_processes(processes: Processes) -> None:
 def sigterm_noted(saved: str) -> Iterator[Callable[[], None]]:
     """Notes a first SIGTERM, for work that looks now and then whether one came.
 
-    Raised at once it could leave a compilation at work, at which the end of the process crashes.
-
     Yields:
       A function that raises `StoppedError` once it came; `saved` says what is kept.
     """
-    came = False
+    with noted(signal.SIGTERM) as came:
 
-    def noted(number: int, frame: Any) -> None:
-        nonlocal came
-        came = True
-        signal.signal(number, before)  # a second one does not wait
+        def look() -> None:
+            if came():
+                raise StoppedError(f"stopped by SIGTERM; {saved}", signal.SIGTERM)
 
-    def look() -> None:
-        if came:
-            raise StoppedError(f"stopped by SIGTERM; {saved}", signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, noted)
-    try:
         yield look
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def note(sentence: str) -> None:
