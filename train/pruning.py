@@ -39,7 +39,7 @@ from d3d_jax.train.config import TrainConfig
 from d3d_jax.train.dataset import ResponseDataset
 from d3d_jax.train.distillation import MARGIN, Teacher
 from d3d_jax.train.importance import Criterion, Ranking
-from d3d_jax.train.step import fingerprint, place, split
+from d3d_jax.train.step import cast, fingerprint, place, resolved, split
 from d3d_jax.train.trainer import Trainer, packed_batches
 
 # How a drafter is trained after a removal: on the unpruned drafter's distributions, made to prefer
@@ -165,6 +165,7 @@ class Pruning:
         if jax.process_count() > 1:
             raise D3DError("pruning runs in one process")
         self.mesh = sharding.model_mesh(self.mesh or sharding.make_mesh(), self.drafter.model)
+        self.training = resolved(self.training, self.mesh)
         packed_batches(self.training, self.dataset, self.mesh)  # refuses what recovery would
         self._offline: dict[int, OfflineAcceptance] = {}
         self._acceptance(self.drafter)
@@ -269,7 +270,9 @@ class Pruning:
 
     def _placed(self, params: Params) -> Params:
         assert self.mesh is not None
-        return place(params, parameters.shardings(params, self.mesh))
+        # In the type of recovery's computations, in which it decodes on most hardware.
+        own = cast(params, self.training.compute)
+        return place(own, parameters.shardings(own, self.mesh))
 
     def _read(self, depth: int) -> tuple[Drafter, Params]:
         """The drafter of a finished step, or the unpruned one."""

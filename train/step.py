@@ -6,6 +6,7 @@ Parameters, float32 master weights and the optimizer's moments alike are split b
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable
@@ -67,6 +68,14 @@ def split(drafter: Drafter, params: Params) -> tuple[Params, Params]:
     names = drafter.frozen(params)
     frozen = {name: leaf for name, leaf in params.items() if name in names}
     return frozen, {name: leaf for name, leaf in params.items() if name not in names}
+
+
+def resolved(config: TrainConfig, mesh: Mesh) -> TrainConfig:
+    """The settings with the compute type that `auto` means on a mesh."""
+    if config.compute != "auto":
+        return config
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return dataclasses.replace(config, compute="float32" if on_cpu else "bfloat16")
 
 
 def cast(params: Params, dtype: Any) -> Params:

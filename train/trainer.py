@@ -42,6 +42,7 @@ from d3d_jax.train.step import (
     make_optimizer,
     make_step,
     place,
+    resolved,
     split,
     state_shardings,
 )
@@ -79,10 +80,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.mesh = sharding.model_mesh(self.mesh or sharding.make_mesh(), self.drafter.model)
-        if self.config.compute == "auto":
-            on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-            compute = "float32" if on_cpu else "bfloat16"
-            self.config = dataclasses.replace(self.config, compute=compute)
+        self.config = resolved(self.config, self.mesh)
         trained = split(self.drafter, self.params)[1]
         if self.teacher is not None and _arrays(trained) & _arrays(self.teacher.params):
             raise D3DError(
