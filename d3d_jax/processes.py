@@ -148,8 +148,8 @@ def others_reached() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if _coordinator()[0] is None:
-            raise  # this process is alone
+        if _coordinator()[0] is None or "RESOURCE_EXHAUSTED" in str(error):
+            raise  # this process is alone, or has itself too little memory
         raise LostProcessError(
             "another process of this run is gone or cannot be reached; the same command in all of "
             f"them continues ({error})"

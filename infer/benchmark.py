@@ -80,11 +80,12 @@ class Point:
       outside: seconds in which the benchmark itself worked, between the engine's steps; those
         between two requests that are alone are in no other time.
       host: seconds in which the engine dispatched rounds and handled reports.
-      dispatched: rounds of the whole batch, those included that were dispatched past an end.
+      rounds: of the whole batch that emitted something.
+      dispatched: rounds, those included that were dispatched past an end.
       compiled: programs that were compiled meanwhile; warmed up, none.
       left_out: turns whose prompt had become longer than the model reads.
-      peak_bytes: the most that each device has held since the process began; None where it does
-        not say.
+      peak_bytes: the most that each device has held since the process began, whatever was measured
+        before; None where it does not say.
     """
 
     answers: list[Answer] = dataclasses.field(default_factory=list)
@@ -92,6 +93,7 @@ class Point:
     decode: float = 0.0
     outside: float = 0.0
     host: float = 0.0
+    rounds: int = 0
     dispatched: int = 0
     compiled: int = 0
     left_out: int = 0
@@ -171,6 +173,7 @@ class _Run:
                 result.prefill += now - last
             else:
                 result.decode += now - last
+                result.rounds += bool(said)
             result.outside += began - last
             last = now
         result.host, result.dispatched = engine.timing.host, engine.timing.rounds

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
-
-import jax
+from collections.abc import Sequence
+from typing import Any
 
 from d3d_jax.config import DecodeConfig, Miss, Mode
-from d3d_jax.errors import D3DError
 from d3d_jax.infer.benchmark import Chat, Conversation, Point, measure, warm_up_prompts
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.drafter import DrafterRole
-from d3d_jax.infer.measure import measure_steps, measure_verify, share_hardware
+from d3d_jax.infer.measure import (
+    measure_steps,
+    measure_verify,
+    or_out_of_memory,
+    share_hardware,
+)
 from d3d_jax.infer.target import Target
 from d3d_jax.infer.timeline import Span, trace
 from d3d_jax.sampling import SamplingParams
 
 # The longest reply that is traced: some rounds, which a plot has room for.
 TRACED_TOKENS = 32
-
-_Made = TypeVar("_Made")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +119,3 @@ class Bench:
         if self.drafter is not None and mode in ("sync", "async"):
             used |= self.drafter.sharding.device_set
         return 1 if all(device.platform == "cpu" for device in used) else len(used)
-
-
-def or_out_of_memory(work: Callable[[], _Made]) -> _Made | str:
-    """What some work makes, or a sentence where a device had too little memory for it."""
-    try:
-        return work()
-    except (jax.errors.JaxRuntimeError, D3DError) as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return f"out of memory: {str(error).splitlines()[0]:.300}"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from d3d_jax.infer.benchmark import Answer, Point
-from d3d_jax.infer.measure import Spread, logit_gap
+from d3d_jax.infer.measure import Spread, logit_gap, or_out_of_memory
 from d3d_jax.infer.target import Target
 from d3d_jax.sampling import SamplingParams
 
@@ -26,11 +26,13 @@ DEFINITIONS = (
     "round that ends a reply left out (a stop or the limit may cut it); as the mean of the "
     "replies' own means, and pooled over all rounds.",
     "Plain decoding uses the same kernels, cache and loop. Warm-up and compilation are not in any "
-    "time. Prefill is the time until reports of prompts, decode the rest; a first draft counts as "
-    "decode. End to end is both. At concurrency 1 the rounds dispatched past a reply's end are "
-    "let run out off the clock.",
-    "Figures are medians over the repeats, the modes taking turns; ± is half the interquartile "
-    "range. A speedup is the median of the ratios to plain decoding within each repeat.",
+    "time. Prefill is the time until reports of prompts, decode the rest; what the drafter still "
+    "reads of a prompt after that, and its first draft, count as decode. End to end is both. At "
+    "concurrency 1 the rounds dispatched past a reply's end are let run out off the clock.",
+    "Figures are medians over the repeats, the modes taking turns, with the least and the greatest "
+    "of them beside (time to first token: over all replies). A speedup is the median of the ratios "
+    "to plain decoding within each repeat.",
+    "Peak memory is a device's since the process began: later rows hold what earlier ones did.",
 )
 
 
@@ -41,8 +43,9 @@ class Divergence:
     Attributes:
       position: of the first token that differs, from 0.
       plain, other: the two tokens; None: that reply has ended.
-      logit_gap: by how much the target prefers plain's token, the noise of sampling included; near
-        0 it is a tie that rounding decides. None where a reply has ended or prompts differ.
+      logit_gap: by how much the target prefers plain's token, the noise of sampling included. None
+        where a reply has ended, or there was too little memory to ask the target.
+      near_tie: whether the gap is so small that rounding in the target's type may have decided.
     """
 
     conversation: int
@@ -51,6 +54,7 @@ class Divergence:
     plain: int | None
     other: int | None
     logit_gap: float | None
+    near_tie: bool
 
 
 def merged(points: Sequence[Point]) -> Point:
@@ -60,7 +64,7 @@ def merged(points: Sequence[Point]) -> Point:
         total.answers += point.answers
         for name in ("prefill", "decode", "outside", "host"):
             setattr(total, name, getattr(total, name) + getattr(point, name))
-        for name in ("dispatched", "compiled", "left_out"):
+        for name in ("rounds", "dispatched", "compiled", "left_out"):
             setattr(total, name, getattr(total, name) + getattr(point, name))
         total.peak_bytes = point.peak_bytes  # the highest so far: it only grows
     return total
@@ -94,7 +98,7 @@ def summarise(points: Sequence[Point], plain: Sequence[Point] | None, devices: i
         "tokens_per_second_decode_per_device": _spread([speed / devices for speed in decode]),
         "speedup_decode": _ratios(decode, plain_decode),
         "speedup_end_to_end": _ratios(whole, plain_whole),
-        "round_ms": _spread([1e3 * p.decode / max(p.dispatched, 1) for p in points]),
+        "round_ms": _spread([1e3 * p.decode / max(p.rounds, 1) for p in points]),
         "host_ms_per_round": _spread([1e3 * p.host / max(p.dispatched, 1) for p in points]),
         "benchmark_overhead": round(
             sum(p.outside for p in points) / max(sum(p.decode for p in points), 1e-9), 5
@@ -169,10 +173,13 @@ def _divergence(
     if at is None:
         at = min(len(a), len(b))
     left, right = (ids[at] if at < len(ids) else None for ids in (a, b))
-    gap = None
+    gap, tie = None, False
     if left is not None and right is not None:
-        gap = logit_gap(target, ours.prompt_ids + a[:at], (left, right), params)
-    return Divergence(ours.conversation, ours.turn, at, left, right, gap)
+        prompt, choices = ours.prompt_ids + a[:at], (left, right)
+        asked = or_out_of_memory(lambda: logit_gap(target, prompt, choices, params))
+        if not isinstance(asked, str):
+            gap, tie = asked.gap, asked.near_tie
+    return Divergence(ours.conversation, ours.turn, at, left, right, gap, tie)
 
 
 def _tokens(point: Point) -> int:
@@ -193,5 +200,5 @@ def _ratios(ours: Sequence[float], plain: Sequence[float]) -> dict[str, float] |
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    found = dataclasses.asdict(Spread.of(values))
+    found = dataclasses.asdict(Spread.of(values)) | {"min": min(values), "max": max(values)}
     return {name: float(f"{value:.5g}") for name, value in found.items()}

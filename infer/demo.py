@@ -168,6 +168,6 @@ def _differences(
         pairs = list(zip(ours.reply.token_ids, theirs.reply.token_ids, strict=False))
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if at is not None:
-            gap = logit_gap(target, prompts[number] + ours.reply.token_ids[:at], pairs[at])
+            gap = logit_gap(target, prompts[number] + ours.reply.token_ids[:at], pairs[at]).gap
             found.append(Difference(number, at, gap))
     return found

@@ -138,7 +138,7 @@ class Engine:
         self._slots: list[_Request | None] = [None] * slots
         self._flying: collections.deque[_Flight] = collections.deque()
         self._batch: Batch | None = None
-        self._began: float | None = None
+        self._read_at = 0.0  # when the last report was read, or decoding began after a pause
         self._failure: str | None = None
 
     def submit(self, prompt: list[int], params: SamplingParams | None = None) -> int:
@@ -246,7 +246,10 @@ class Engine:
             raise D3DError(self._failure) from error
 
     def _step(self) -> list[tuple[int, list[int]]]:
-        self._began = self._began or time.perf_counter()
+        if not any(self._live):
+            # What still flies belongs to requests that have ended, and the time until now to none.
+            self._flying.clear()
+            self._read_at = time.perf_counter()
         self._admit()
         while sum(flight.is_round for flight in self._flying) <= AHEAD and self._dispatch():
             pass
@@ -256,9 +259,11 @@ class Engine:
         # The only wait: for a report whose successor is already under way.
         jax.block_until_ready(flight.report)
         now = time.perf_counter()
-        if not self.timing.prefill:
-            self.timing.prefill = now - self._began
-        self.timing.decode = now - self._began - self.timing.prefill
+        if flight.is_round:
+            self.timing.decode += now - self._read_at
+        else:
+            self.timing.prefill += now - self._read_at
+        self._read_at = now
         new = self._book(flight)
         self.timing.host += time.perf_counter() - now
         return new
@@ -279,9 +284,6 @@ class Engine:
             request = self._waiting.popleft()
             request.unread.extend(pieces(slot, request.prompt))
             self._slots[slot], admitted = request, True
-        if not any(self._live):
-            # Whatever still flies belongs to requests that have ended.
-            self._flying.clear()
         if admitted:
             self._make_room()
             self._configure()

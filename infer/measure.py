@@ -10,17 +10,23 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from d3d_jax import acceptance
+from d3d_jax.errors import D3DError
 from d3d_jax.infer.drafter import DrafterRole, DraftState
 from d3d_jax.infer.role import Chunk, Role, pieces
 from d3d_jax.infer.target import Settings, Target, TargetState
 from d3d_jax.sampling import SamplingParams, gumbel
+
+_Made = TypeVar("_Made")
+
+# Roundings of a logit that two orders of the same sums may lie apart.
+_TIE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,15 +207,27 @@ def share_hardware(target: Target, drafter: DrafterRole) -> bool:
     return bool(ours & theirs) or all(d.platform == "cpu" for d in ours | theirs)
 
 
+@dataclasses.dataclass(frozen=True)
+class LogitGap:
+    """Between two tokens.
+
+    Attributes:
+      gap: by how much the target prefers the first.
+      near_tie: whether sums in another order could have turned it: it is within a few roundings
+        (`_TIE`) of the greater logit in the target's type.
+    """
+
+    gap: float
+    near_tie: bool
+
+
 def logit_gap(
     target: Target,
     token_ids: list[int],
     choices: tuple[int, int],
     params: SamplingParams | None = None,
-) -> float:
+) -> LogitGap:
     """How much the target prefers the first of two tokens to the second after `token_ids`.
-
-    Near zero the two are equally likely, and rounding decides which is said.
 
     Args:
       params: of a request that samples: the noise at that position, times the temperature, is part
@@ -217,11 +235,13 @@ def logit_gap(
     """
     scores = target.logits_after(token_ids)
     gap = float(scores[choices[0]] - scores[choices[1]])
-    if params is None or params.greedy:
-        return gap
-    position = np.full((1, 1), len(token_ids), np.int32)
-    noise = gumbel(np.array([params.seed], np.uint32), jnp.asarray(position), scores.shape[0])[0, 0]
-    return gap + params.temperature * float(noise[choices[0]] - noise[choices[1]])
+    if params is not None and not params.greedy:
+        position = np.full((1, 1), len(token_ids), np.int32)
+        seed = np.array([params.seed], np.uint32)
+        noise = gumbel(seed, jnp.asarray(position), scores.shape[0])[0, 0]
+        gap += params.temperature * float(noise[choices[0]] - noise[choices[1]])
+    largest = max(abs(float(scores[choice])) for choice in choices)
+    return LogitGap(gap, abs(gap) <= _TIE * float(jnp.finfo(target.dtype).eps) * max(largest, 1.0))
 
 
 @contextlib.contextmanager
@@ -238,3 +258,13 @@ def counted_compilations() -> Iterator[Callable[[], int]]:
         yield lambda: compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(count)
+
+
+def or_out_of_memory(work: Callable[[], _Made]) -> _Made | str:
+    """What some work makes, or a sentence where a device had too little memory for it."""
+    try:
+        return work()
+    except (jax.errors.JaxRuntimeError, D3DError) as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return f"out of memory: {str(error).splitlines()[0]:.300}"

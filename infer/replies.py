@@ -47,9 +47,11 @@ class Reply:
 class Timing:
     """Seconds, by the host's clock.
 
+    While requests are under way, every moment belongs to the report that was read next.
+
     Attributes:
-      prefill: from the first dispatch to the first tokens read.
-      decode: from then until the last token was read.
+      prefill: of reports of prompts, which say first tokens.
+      decode: of reports of rounds.
       host: spent by the host on its own: dispatching rounds and handling what was reported, not
         waiting for a device and not dispatching the reading of prompts.
       rounds: dispatched.

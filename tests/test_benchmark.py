@@ -3,20 +3,23 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from huggingface_hub import constants
 
 from d3d_jax import cli
 from d3d_jax.commands import benchmark_tasks
 from d3d_jax.commands.benchmark_tasks import PAPER_TASKS, TASKS, load_tasks
+from d3d_jax.commands.evaluate import load_checked
 from d3d_jax.errors import D3DError
 from d3d_jax.infer import benchmark, benchmark_bench
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.models import checkpoint
 from d3d_jax.models.tokenizer import Tokenizer
+from d3d_jax.train.acceptance import OfflineAcceptance
 from tests.test_cli import one_error
 from tests.tiny_folders import write_drafter, write_target
-from tests.tiny_models import greedy
+from tests.tiny_models import Documents, greedy
 from tests.train.test_prompts import COMMIT, parquet
 
 TOKENS = 12
@@ -68,6 +71,23 @@ def test_promise_3_the_json_says_that_no_token_differs(done, models):
         assert answer["token_ids"] == expected
 
 
+def test_promise_5_the_jsons_acceptance_is_the_offline_one(done, models):
+    """Of the same replies, read in packed passes without the target; both leave out last rounds."""
+    results = json.loads((done / "benchmark.json").read_text())["results"]
+    drafter, params = load_checked(models / "drafter", str(models / "target"))
+    for task in ("one", "two"):
+        point = json.loads((done / f"points/{task}-T0-concurrency2-repeat1-plain.json").read_text())
+        said = [(answer["prompt_ids"], answer["token_ids"]) for answer in point["answers"]]
+        found = OfflineAcceptance(drafter, Documents(said)).measure(params)
+        counted = np.concatenate([accepted[:-1] for accepted in found.accepted])
+        assert len(counted) >= 2 * len(said)
+        rows = [r for r in results if r["task"] == task and not r["temperature"]]
+        for row in (row for row in rows if row["mode"] != "plain"):
+            assert row["tau_pooled"] == round(float(np.mean(counted + 1)), 4)
+            shares = [round(float(np.mean(counted >= i)), 4) for i in range(1, counted.max() + 1)]
+            assert row["acceptance_by_offset"] == shares
+
+
 def test_the_json_holds_what_was_promised(done):
     result = json.loads((done / "benchmark.json").read_text())
     assert result["kind"] == "d3d benchmark" and len(result["rows_of_tasks"]["one"]) == 3
@@ -96,6 +116,10 @@ def test_a_trace_shows_the_steps_of_rounds_in_order(done, models, monkeypatch, c
         assert len(turns) >= 2 * 3  # a block of 4 leaves at least three rounds of 12 tokens
         ends = [span["end"] for span in turns]
         assert all(end <= span["start"] for end, span in zip(ends, turns[1:], strict=False))
+    steps = json.loads((done / "benchmark.json").read_text())["step_ms"]
+    assert run(models, done, *WHOLE, "--seed", "5", "--json") == 0  # what is there stays
+    again = json.loads(capsys.readouterr().out)
+    assert again["timelines"] == timelines and again["step_ms"] == steps
     prepared = [span for span in timelines["async"] if span["step"] == "prepare"]
     assert len(prepared) == sum(span["step"] == "resolve" for span in timelines["async"])
 

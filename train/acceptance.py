@@ -58,6 +58,14 @@ class Acceptance:
         """Mean over responses of each one's own acceptance length."""
         return float(np.mean(self.tokens[self.rounds > 0] / self.rounds[self.rounds > 0]))
 
+    def interval(self, resamples: int = 1000) -> tuple[float, float]:
+        """The middle 95 % of the pooled τ of responses drawn anew from these (bootstrap)."""
+        documents = len(self.rounds)
+        drawn = np.random.default_rng(0).integers(0, documents, (resamples, documents))
+        taus = self.tokens[drawn].sum(1) / np.maximum(self.rounds[drawn].sum(1), 1)
+        low, high = np.percentile(taus, [2.5, 97.5])
+        return float(low), float(high)
+
     def reached(self) -> list[float]:
         """Fraction of rounds with at least 1, 2, … W − 1 drafts accepted, of those with room."""
         counts, room = np.concatenate(self.accepted), np.concatenate(self.room)
@@ -70,6 +78,7 @@ class Acceptance:
         """The figures for a metrics line."""
         return {
             "tau": round(self.tau, 4),
+            "tau_interval": [round(bound, 4) for bound in self.interval()],
             "tau_per_response": round(self.tau_per_response, 4),
             "reached": self.reached(),
         }

@@ -98,7 +98,10 @@ def of_divergence(
     index = draft_index(drafter, teacher.params)
     index = None if index is None else jnp.asarray(index)
 
-    def sums(params: Params, gates: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    # The teacher is an argument: what a program closes over is compiled into it.
+    def sums(
+        params: Params, teacher: Teacher, index: jax.Array | None, gates: jax.Array, batch: Batch
+    ) -> tuple[jax.Array, jax.Array]:
         labels = make_labels(
             batch,
             block_size=drafter.drafter.block_size,
@@ -115,7 +118,8 @@ def of_divergence(
     read = jax.jit(sharding.on_mesh(mesh, sums))
 
     def measure(params: Params, gates: np.ndarray) -> float:
-        found = [read(params, gates, batches.batch(row)) for row in range(rows)]
+        given = params, teacher, index, gates
+        found = [read(*given, batches.batch(row)) for row in range(rows)]
         divergence, weight = (float(sum(x)) for x in zip(*found, strict=True))
         return -divergence / max(weight, 1e-6)
 

@@ -116,7 +116,8 @@ def drafter_loss(
       gates: [L] of `decoder.forward`.
 
     Returns:
-      The loss, and sums for metrics: its two terms and, per predicted offset, hits and counts [W].
+      The loss, and sums for metrics: its two terms and, for the offsets 1, 2, … that are predicted,
+      hits and counts [W − 1 + shift].
       Only the loss has a gradient.
     """
     config = drafter.drafter
@@ -161,11 +162,12 @@ def drafter_loss(
     diffusion = jnp.sum(block_loss * labels.block_weights) / denominators[0]
     counted = labels.block_weights > 0
     block_hit = hit[:, clean:].reshape(counted.shape) & counted
+    first = 1 - config.label_shift  # at shift 0 the anchor's slot predicts nothing
     metrics = {
         "diffusion": diffusion,
         "ar": ar,
-        "hits": jnp.sum(block_hit, axis=(0, 1)),
-        "counts": jnp.sum(counted, axis=(0, 1)),
+        "hits": jnp.sum(block_hit, axis=(0, 1))[first:],
+        "counts": jnp.sum(counted, axis=(0, 1))[first:],
     }
     return total, metrics
 

@@ -235,10 +235,11 @@ class _Loop:
             return
         self._unread = None
         record = self._read(number, metrics, number, state)
-        if measured:
+        signalled = record["signal"] or signalled
+        if measured and (done or not signalled):  # who asks to stop may not wait for it
             params = cast(state["params"], self._config.compute)
             record |= self._acceptance.measure({**params, **self._frozen}).summary()
-        signalled = self._log(record) or signalled
+        self._log(record)
         with self._gauges.waiting("checkpoint"):
             ends = bool(signalled) and not done
             self._folder.save(self._manager, number, state, record.get("tau"), wait=ends)

@@ -57,8 +57,7 @@ def run(options: Benchmark) -> None:
         _measure(options, tasks, folder, bench, peer)
         with busy("comparing replies and timing steps"):
             result = make_result(asked, tasks, folder, bench)
-        if options.trace:
-            result["timelines"] = _timelines(options, bench, tasks[0].conversations[0])
+        result["timelines"] = _timelines(options, folder, bench, tasks[0].conversations[0])
     except KeyboardInterrupt:
         note(f"{options.out} keeps the points that ended; the same command continues")
         raise
@@ -105,17 +104,20 @@ def _measure(
 
 
 def _timelines(
-    options: Benchmark, bench: Bench, conversation: Conversation
+    options: Benchmark, folder: BenchmarkFolder, bench: Bench, conversation: Conversation
 ) -> dict[str, list[dict[str, Any]] | str]:
-    """By drafting mode, when each step of a reply ran; or why it was not traced."""
-    found: dict[str, list[dict[str, Any]] | str] = {}
-    for mode in options.modes:
-        if mode != "plain":
-            with busy(f"tracing {mode}"):
-                spans = bench.timeline(mode, options.temperature[0], conversation)
-            traced = not isinstance(spans, str)
-            found[mode] = [dataclasses.asdict(span) for span in spans] if traced else spans
-    return found
+    """By drafting mode that is or was traced, when each step ran; or why memory was too small."""
+
+    def traced(mode: Mode) -> list[dict[str, Any]] | str:
+        with busy(f"tracing {mode}"):
+            spans = bench.timeline(mode, options.temperature[0], conversation)
+        return spans if isinstance(spans, str) else [dataclasses.asdict(span) for span in spans]
+
+    return {
+        mode: folder.kept(f"trace-{mode}", functools.partial(traced, mode))
+        for mode in options.modes
+        if mode != "plain" and (options.trace or folder.holds(f"trace-{mode}"))
+    }
 
 
 def _groups(options: Benchmark, tasks: Sequence[Task]) -> list[list[Key]]:

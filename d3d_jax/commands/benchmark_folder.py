@@ -1,7 +1,10 @@
-"""The folder of a benchmark: its settings, and each finished point in a file of its own.
+"""Folders of measurements that take long: each finished part of one is kept in a file of its own.
 
-settings.json                                 what is measured; another benchmark is refused
+A benchmark's:
+
+settings.json                                 what is measured; anything else is refused
 points/gsm8k-T0-concurrency1-repeat1-sync.json
+steps-1.json, trace-async.json                what is measured once
 benchmark.json                                everything, at the end
 """
 
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +43,21 @@ class Key:
         )
 
 
-class BenchmarkFolder:
-    """Points on disk, each whole or not there.
+class MeasuredFolder:
+    """Parts of a measurement on disk, each whole or not there.
 
     Args:
       settings: JSON types; all that decides what is measured.
+      what: is measured, as its error says it.
 
     Raises:
-      D3DError: the folder cannot be written, or holds a benchmark with other settings.
+      D3DError: the folder cannot be written, or holds something measured with other settings.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any]):
+    def __init__(self, path: Path, settings: dict[str, Any], what: str):
         self.path = path
         try:
-            (path / "points").mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise D3DError(f"cannot write to the folder {path}: {error.strerror}") from None
         settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
@@ -62,9 +67,28 @@ class BenchmarkFolder:
         elif (other := _difference(_read(file), settings)) is not None:
             name, theirs, ours = other
             raise D3DError(
-                f"{path} holds a benchmark with {name} {_short(theirs)}, and this one has "
+                f"{path} holds a {what} with {name} {_short(theirs)}, and this one has "
                 f"{_short(ours)}: give another --out, or the same settings to continue it"
             )
+
+    def holds(self, name: str) -> bool:
+        """Whether a part was measured."""
+        return (self.path / f"{name}.json").exists()
+
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """A part as JSON types: measured now, unless it was before."""
+        file = self.path / f"{name}.json"
+        if not self.holds(name):
+            write_json(file, make(), indent=1)
+        return _read(file)
+
+
+class BenchmarkFolder(MeasuredFolder):
+    """The folder of a benchmark; arguments and errors as of `MeasuredFolder`."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        super().__init__(path, settings, "benchmark")
+        (path / "points").mkdir(exist_ok=True)
 
     def read(self, key: Key) -> Point | str | None:
         """A point, why it failed, or None where it has not been measured."""

@@ -53,7 +53,8 @@ def make_result(
         "rows_of_tasks": {task.name: list(task.rows) for task in tasks},
         "shared_hardware": bench.shared,
         "step_ms": {
-            str(batch): bench.step_times(prompt, batch) for batch in settings["concurrency"]
+            str(batch): folder.kept(f"steps-{batch}", lambda b=batch: bench.step_times(prompt, b))
+            for batch in settings["concurrency"]
         },
         "results": rows,
     }
@@ -128,7 +129,12 @@ def _comparison(
             {"repeat": repeat, "row": task.rows[d.conversation], **dataclasses.asdict(d)}
             for d in differing
         ]
-    return {"compared": compared, "identical": compared - len(found), "divergences": found}
+    return {
+        "compared": compared,
+        "identical": compared - len(found),
+        "near_ties": sum(one["near_tie"] for one in found),
+        "divergences": found,
+    }
 
 
 def _over_tasks(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -140,5 +146,6 @@ def _over_tasks(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             medians = [v["median"] if isinstance(v, dict) else v for v in values]
             found[f"{name}_of_tasks"] = round(float(np.mean(np.array(medians))), 4)
     if all("compared" in row for row in rows):
-        found |= {name: sum(row[name] for row in rows) for name in ("compared", "identical")}
+        counted = ("compared", "identical", "near_ties")
+        found |= {name: sum(row[name] for row in rows) for name in counted}
     return found

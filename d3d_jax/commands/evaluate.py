@@ -143,7 +143,11 @@ def _observe(
 def print_figures(figures: dict[str, Any]) -> None:
     """The figures of `measure` as text."""
     kind = figures["split"] if figures["sampling"].get("greedy") else f"sampled {figures['split']}"
-    print(f"τ {figures['tau']:.3f} pooled over {figures['documents']} {kind} responses")
+    low, high = figures["tau_interval"]
+    print(
+        f"τ {figures['tau']:.3f} pooled over {figures['documents']} {kind} responses "
+        f"({low:.3f} to {high:.3f} in 95 % of resamplings)"
+    )
     print(f"τ {figures['tau_per_response']:.3f} mean of the responses' own")
     reached = Table("drafts accepted", "share of rounds")
     for count, share in enumerate(figures["reached"], start=1):

@@ -9,7 +9,7 @@ from typing import Any
 
 from d3d_jax.commands.benchmark_options import OVERALL
 from d3d_jax.commands.report_files import Source
-from d3d_jax.commands.report_tables import Row, way, whole_rows
+from d3d_jax.commands.report_tables import Row, label, way, whole_rows
 from d3d_jax.files import picture
 
 Line = Sequence[tuple[float, float]]
@@ -66,7 +66,10 @@ def speedups(path: Path, sources: Sequence[Source]) -> None:
                 at,
                 [spread["median"] for spread in spreads],
                 width,
-                yerr=[spread["iqr"] / 2 for spread in spreads],
+                yerr=[
+                    [spread["median"] - spread["min"] for spread in spreads],
+                    [spread["max"] - spread["median"] for spread in spreads],
+                ],
                 label=name,
             )
         axes.axhline(1.0, color="black", linewidth=0.8)
@@ -100,7 +103,7 @@ def concurrency(path: Path, sources: Sequence[Source]) -> None:
     found: dict[str, list[tuple[float, float]]] = {}
     for source in sources:
         for row in whole_rows(source):
-            name = f"{source.name}: {way({**row, 'concurrency': 1})}"
+            name = label(source, {**row, "concurrency": 1})
             speed = row["tokens_per_second_end_to_end"]["median"]
             found.setdefault(name, []).append((row["concurrency"], speed))
     lines(path, found, title="Throughput", xlabel="requests at a time", ylabel="tokens/s")
@@ -163,7 +166,7 @@ def sweep(path: Path, rows: Sequence[Row], axis: str) -> None:
 
 def _drafting(sources: Sequence[Source]) -> dict[str, Row]:
     return {
-        f"{source.name}: {way(row)}": row
+        label(source, row): row
         for source in sources
         for row in whole_rows(source)
         if row["mode"] != "plain"

@@ -11,6 +11,8 @@ from d3d_jax.commands.published import NOTE, PUBLISHED
 from d3d_jax.commands.report_files import Source
 
 Row = dict[str, Any]
+# Of the tasks' own figures, as papers average them; "overall" is of all replies together.
+_MEAN = "mean of tasks"
 _THEIR_AVERAGE = "average as published"
 # What a plan predicts, and how it is shown.
 _PLANNED = {"tau": ".2f", "hit_rate": ".0%", "tokens_per_second": ".1f", "speedup": ".2f"}
@@ -39,6 +41,24 @@ def way(row: Row) -> str:
     return ", ".join(parts)
 
 
+def label(source: Source, row: Row) -> str:
+    """What tells a row of `whole_rows` from the others."""
+    task = "" if row["task"] == OVERALL or len(_tasks(source)) == 1 else f", {row['task']}"
+    return f"{source.name}: {way(row)}{task}"
+
+
+def _tasks(source: Source) -> set[str]:
+    return {row["task"] for row in source.content["results"]} - {OVERALL}
+
+
+def ranged(spread: dict[str, float] | None, form: str) -> str:
+    """A median with the least and the greatest; empty for None."""
+    if spread is None:
+        return ""
+    middle, least, most = (format(spread[name], form) for name in ("median", "min", "max"))
+    return f"{middle} ({least} – {most})"
+
+
 def settings_table(sources: Sequence[Source]) -> str:
     """What each benchmark ran on and with."""
     names = ("target", "drafter", "block size", "policy", "dtype", "tokens", "devices", "jax")
@@ -49,7 +69,8 @@ def settings_table(sources: Sequence[Source]) -> str:
         figures = [settings["target"], settings["drafter"] or "shipped", settings["block_size"]]
         figures += [settings["policy"], settings["dtype"] or "default"]
         figures += [settings["max_new_tokens"], ", ".join(sorted(set(machine["devices"])))]
-        commit = (machine.get("commit") or "")[:10]
+        commit = machine.get("commit") or ""
+        commit = commit[:10] + "+" * commit.endswith("+")  # of files that differ from it
         figures.append(f"{machine['jax']} {commit}".strip())
         rows.append([source.name, *("" if f is None else str(f) for f in figures)])
     return markdown(("run", *names), rows)
@@ -78,8 +99,13 @@ def _speedup_table(rows: Sequence[tuple[str, Row]], published: bool) -> str:
         elif row["speedup_decode"] is not None:
             speedup, tau = number(row["speedup_decode"], ".2f"), number(row["tau_mean"], ".2f")
             column[row["task"]] = f"{speedup} × (τ {tau})"
+            if "speedup_decode_of_tasks" in row:
+                mean, tau = row["speedup_decode_of_tasks"], row["tau_mean_of_tasks"]
+                column[_MEAN] = f"{mean:.2f} × (τ {number(tau, '.2f')})"
     order = list(dict.fromkeys(row["task"] for _, row in rows))
     order.sort(key=OVERALL.__eq__)
+    if any(_MEAN in column for column in columns.values()):
+        order.append(_MEAN)
     if published:
         # Of the papers' own tasks, not of those measured here.
         order.append(_THEIR_AVERAGE)
@@ -102,7 +128,7 @@ def figures_table(source: Source) -> str:
     header = (
         "task", "way", "τ mean", "τ pooled", "hits", "tokens/s decode", "per device",
         "tokens/s all", "× decode", "× all", "first token ms", "round ms", "host ms",
-        "overhead", "peak GB", "same",
+        "overhead", "peak GB so far", "same",
     )  # fmt: skip
     rows = []
     for row in source.content["results"]:
@@ -119,11 +145,11 @@ def figures_table(source: Source) -> str:
                 number(row["tau_mean"], ".3f"),
                 number(row["tau_pooled"], ".3f"),
                 number(row["hit_rate"], ".1%"),
-                f"{speed['median']:.1f} ± {speed['iqr'] / 2:.1f}",
+                ranged(speed, ".1f"),
                 number(row["tokens_per_second_decode_per_device"], ".1f"),
-                f"{whole['median']:.1f} ± {whole['iqr'] / 2:.1f}",
-                number(row["speedup_decode"], ".2f"),
-                number(row["speedup_end_to_end"], ".2f"),
+                ranged(whole, ".1f"),
+                ranged(row["speedup_decode"], ".2f"),
+                ranged(row["speedup_end_to_end"], ".2f"),
                 f"{1e3 * row['first_token_seconds']['median']:.1f}",
                 number(row["round_ms"], ".2f"),
                 number(row["host_ms_per_round"], ".2f"),
@@ -147,7 +173,7 @@ def steps_table(source: Source) -> str:
 def offsets_table(sources: Sequence[Source]) -> str:
     """The share of rounds in which at least so many drafts were accepted."""
     shares = {
-        f"{source.name}: {way(row)}": row["acceptance_by_offset"]
+        label(source, row): row["acceptance_by_offset"]
         for source in sources
         for row in whole_rows(source)
         if row["mode"] != "plain"
@@ -163,7 +189,7 @@ def offsets_table(sources: Sequence[Source]) -> str:
 def positions_table(sources: Sequence[Source]) -> str:
     """τ by where in the reply a round begins."""
     found = {
-        f"{source.name}: {way(row)}": {one["from"]: one for one in row["tau_by_position"]}
+        label(source, row): {one["from"]: one for one in row["tau_by_position"]}
         for source in sources
         for row in whole_rows(source)
         if row["mode"] != "plain"
@@ -187,7 +213,7 @@ def concurrency_table(sources: Sequence[Source]) -> str:
     found: dict[str, dict[int, Row]] = {}
     for source in sources:
         for row in whole_rows(source):
-            name = f"{source.name}: {way({**row, 'concurrency': 1})}"
+            name = label(source, {**row, "concurrency": 1})
             found.setdefault(name, {})[row["concurrency"]] = row
     sizes = sorted({size for own in found.values() for size in own})
     rows = [

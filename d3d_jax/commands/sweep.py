@@ -22,11 +22,10 @@ from d3d_jax.commands.runtime import Bar, busy, note, start_jax
 from d3d_jax.commands.sweep_options import KIND, Sweep
 from d3d_jax.errors import D3DError
 from d3d_jax.files import write_json
-from d3d_jax.infer.benchmark_bench import or_out_of_memory
 from d3d_jax.infer.demo_report import check_writable
 from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.loading import model_name
-from d3d_jax.infer.measure import share_hardware
+from d3d_jax.infer.measure import or_out_of_memory, share_hardware
 from d3d_jax.infer.measure_rounds import Decoded, decode, machine, measure_times
 from d3d_jax.infer.plan import Prediction, Profile, Setting, Times, predict
 from d3d_jax.infer.target import Target

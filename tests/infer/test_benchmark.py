@@ -12,7 +12,7 @@ from d3d_jax.infer import benchmark_bench
 from d3d_jax.infer.benchmark import Answer, Conversation, Point
 from d3d_jax.infer.benchmark_bench import Bench
 from d3d_jax.infer.benchmark_summary import acceptance, divergences, merged, summarise
-from d3d_jax.infer.measure import logit_gap
+from d3d_jax.infer.measure import LogitGap, logit_gap
 from d3d_jax.sampling import Sampling, SamplingParams, choose
 from tests.infer.test_decoding import models, roles
 from tests.tiny_models import greedy
@@ -94,7 +94,8 @@ def test_the_gap_of_a_divergence_is_the_targets_own():
     assert compared == 1, "after a divergence prompts differ"
     assert (found.position, found.plain, found.other) == (1, second, other)
     assert found.logit_gap == pytest.approx(float(scores[second] - scores[other]), rel=1e-5)
-    assert found.logit_gap > 0
+    assert found.logit_gap > 0 and not found.near_tie
+    assert logit_gap(target, [*prompt, first], (second, second)) == LogitGap(0.0, True)
     longer = answer([1, 1], [first, second, 4])
     cut = answer([1], [first, second])
     _, (found,) = divergences(target, Point([longer]), Point([cut]), [SamplingParams()])
@@ -108,7 +109,7 @@ def test_what_is_chosen_is_preferred_to_everything_else(temperature):
     scores = target.logits_after(prompt)[None, None]
     chosen = choose(jax.numpy.asarray(scores), Sampling.of([params]), np.array([[len(prompt)]]))
     chosen = int(np.asarray(chosen)[0, 0])
-    gaps = [logit_gap(target, prompt, (chosen, t), params) for t in range(61) if t != chosen]
+    gaps = [logit_gap(target, prompt, (chosen, t), params).gap for t in range(61) if t != chosen]
     assert min(gaps) > 0
 
 

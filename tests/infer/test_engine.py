@@ -72,6 +72,34 @@ def test_requests_join_and_leave_without_recompiling(mode, miss):
     assert engine.step() == []
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_every_moment_belongs_to_the_report_that_is_read_next(mode, monkeypatch):
+    """By a clock that only waiting moves: 1 s for the report of a prompt, 100 s for a round's."""
+    target, drafter = roles()
+    clock, rounds, waited, dispatch = [0.0], [], [], Batch.round
+
+    def dispatched(self):
+        rounds.append(dispatch(self))
+        return rounds[-1]
+
+    def wait(report):
+        waited.append(any(report is one for one in rounds))
+        clock[0] += 100.0 if waited[-1] else 1.0
+
+    monkeypatch.setattr(Batch, "round", dispatched)
+    monkeypatch.setattr(engines.jax, "block_until_ready", wait)
+    monkeypatch.setattr(engines.time, "perf_counter", lambda: clock[0])
+    engine = Engine(target, drafter, DecodeConfig(mode=mode, max_new_tokens=LENGTH), slots=3)
+    for prompt in PROMPTS[:3]:
+        engine.submit(prompt)
+    drain(engine)
+    clock[0] += 5000.0  # nobody's: nothing is under way
+    engine.submit(PROMPTS[0])
+    drain(engine)
+    assert engine.timing.prefill == waited.count(False) == 4
+    assert engine.timing.decode == 100 * waited.count(True) > 0
+
+
 def test_reuse_never_waits():
     """No conditional, which XLA:GPU would decide on the host; hits and misses both occur."""
     target, drafter = roles()

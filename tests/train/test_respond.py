@@ -10,6 +10,7 @@ import shutil
 import jax
 import pytest
 
+from d3d_jax import files
 from d3d_jax.commands.respond import ensure_dataset
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.target import Target
@@ -134,7 +135,7 @@ def test_a_full_disk_ends_the_run_and_what_was_written_stays(tmp_path, monkeypat
         fsync(descriptor)
 
     with monkeypatch.context() as patch:
-        patch.setattr(responses.os, "fsync", full_disk)
+        patch.setattr(files.os, "fsync", full_disk)
         patch.setattr(responses, "_FLUSH_SECONDS", -1.0)
         with pytest.raises(D3DError, match="No space left on device"):
             answers(tmp_path / "full")

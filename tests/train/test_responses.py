@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from d3d_jax import files
 from d3d_jax.errors import D3DError
 from d3d_jax.train import responses
 from d3d_jax.train.responses import (
@@ -97,7 +98,7 @@ def test_a_failed_write_leaves_no_shard_and_can_be_repeated(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(responses.os, "fsync", full_disk)
+        patch.setattr(files.os, "fsync", full_disk)
         with pytest.raises(D3DError, match="No space left on device"):
             writer.flush()
     assert shards(tmp_path) == []
