@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 from d3d_jax import cli
+from d3d_jax.commands import sweep
 from d3d_jax.commands.benchmark_options import KIND
 from d3d_jax.commands.loading import open_decoder
 from d3d_jax.commands.option_groups import Decoding
 from d3d_jax.commands.sweep import axes_of
 from d3d_jax.commands.sweep_options import Sweep
+from d3d_jax.errors import D3DError
 from d3d_jax.infer.benchmark import Answer, Point
 from d3d_jax.infer.benchmark_summary import DEFINITIONS, summarise
 from tests.test_cli import models, one_error, responses  # noqa: F401
@@ -128,7 +130,13 @@ def test_drafters_are_compared_by_depth(models, tmp_path):  # noqa: F811
     ]  # fmt: skip
 
 
-def test_a_sweep_measures_beside_the_plan(models, responses, tmp_path, capsys):  # noqa: F811
+def test_a_sweep_measures_beside_the_plan(
+    models,  # noqa: F811
+    responses,  # noqa: F811
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     out = tmp_path / "out"
     common = ["--target", str(models / "target"), "--drafter", str(models / "drafter")]
     common += ["--data", str(responses / "dataset"), "--out", str(out), "--samples", "2"]
@@ -148,6 +156,37 @@ def test_a_sweep_measures_beside_the_plan(models, responses, tmp_path, capsys): 
     assert cli.main(["report", str(out / "sweep.json"), "--out", str(tmp_path / "report")]) == 0
     assert "## out: concurrency" in (tmp_path / "report/report.md").read_text()
     capsys.readouterr()
+
+    # What was measured is not measured again, and what was under way when it was interrupted is.
+    decode, calls = sweep.decode, []
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep, "decode", None)
+        patch.setattr(sweep, "measure_times", None)
+        assert cli.main(["sweep", *common, *sizes, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["axes"] == axes
+    (out / "decoded-0-1.json").unlink()
+    (out / "decoded-0-2.json").unlink()
+
+    def interrupted(target, role, settings, *args):
+        calls.append(settings[0].batch)
+        if calls == [1, 2]:
+            raise KeyboardInterrupt
+        if calls == [1, 2, 2]:
+            raise D3DError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+        return decode(target, role, settings, *args)
+
+    monkeypatch.setattr(sweep, "decode", interrupted)
+    assert cli.main(["sweep", *common, *sizes]) == 130
+    assert "keeps what was measured" in capsys.readouterr().err
+    assert cli.main(["sweep", *common, *sizes]) == 0 and calls == [1, 2, 2]
+    assert "2 at a time is left out, out of memory: RESOURCE" in capsys.readouterr().err
+    result = json.loads((out / "sweep.json").read_text())
+    assert len(result["failed"]) == 1 and not result["axes"]["concurrency"]
+    assert len(result["axes"]["C"]) == 2
+    assert "sweep with c [2], and this one has [3]" in one_error(
+        capsys, cli.main(["sweep", *common, "--c", "3", *sizes[2:]])
+    )
+
     for args, said in (
         ([], "name an axis"),
         (["--c", "2"], "--c and --f go together"),

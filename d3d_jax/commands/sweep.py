@@ -1,8 +1,13 @@
-"""`d3d sweep`: measured speed along one axis after another, beside what `d3d plan` predicts."""
+"""`d3d sweep`: measured speed along one axis after another, beside what `d3d plan` predicts.
+
+What one drafter came to at one batch size, and its times, are kept in a file of their own in the
+folder: an interrupted sweep continues.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -13,6 +18,7 @@ import numpy as np
 
 from d3d_jax.branches import BestFirst, Policy, Rectangle
 from d3d_jax.commands import report_plots
+from d3d_jax.commands.benchmark_folder import MeasuredFolder
 from d3d_jax.commands.evaluate import check_data, load_checked
 from d3d_jax.commands.loading import DecoderFiles, open_decoder
 from d3d_jax.commands.option_groups import Decoding
@@ -22,7 +28,6 @@ from d3d_jax.commands.runtime import Bar, busy, note, start_jax
 from d3d_jax.commands.sweep_options import KIND, Sweep
 from d3d_jax.errors import D3DError
 from d3d_jax.files import write_json
-from d3d_jax.infer.demo_report import check_writable
 from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.loading import model_name
 from d3d_jax.infer.measure import or_out_of_memory, share_hardware
@@ -66,7 +71,7 @@ def run(options: Sweep) -> None:
     indices = np.linspace(0, len(dataset) - 1, options.samples).round().astype(int)
     prompts = [recorded_prompt(dataset[int(index)]) for index in indices]
     files[0].check(prompts)
-    check_writable(options.out)
+    folder = MeasuredFolder(options.out, _settings(options, dataset), "sweep")
     of_drafter = [
         {axis: [case for case in cases if case.drafter == number] for axis, cases in axes.items()}
         for number in range(len(files))
@@ -79,10 +84,19 @@ def run(options: Sweep) -> None:
         model = files[0].target.load(files[0].mesh, options.dtype and jnp.dtype(options.dtype))
         roles = [f.drafter.load(model) for f in files if f.drafter is not None]
     rows: dict[str, list[dict[str, Any]]] = {axis: [] for axis in axes}
-    for role, profile, own in zip(roles, profiles, of_drafter, strict=True):
-        for axis, found in measure(options, model.target, role, profile, own, prompts).items():
-            rows[axis] += found
-    _finish(options, rows)
+    failed: list[str] = []
+    try:
+        for number, (role, profile, own) in enumerate(
+            zip(roles, profiles, of_drafter, strict=True)
+        ):
+            measuring = Measuring(options, folder, number, model.target, role, prompts)
+            for axis, found in measuring.rows(profile, own).items():
+                rows[axis] += found
+            failed += measuring.failed
+    except KeyboardInterrupt:
+        note(f"{options.out} keeps what was measured; the same command continues")
+        raise
+    _finish(options, dataset, rows, failed)
 
 
 def axes_of(options: Sweep, files: Sequence[DecoderFiles]) -> Axes:
@@ -139,54 +153,83 @@ def axes_of(options: Sweep, files: Sequence[DecoderFiles]) -> Axes:
     return axes
 
 
-def measure(
-    options: Sweep,
-    target: Target,
-    role: DrafterRole,
-    profile: Profile,
-    axes: Axes,
-    prompts: Sequence[list[int]],
-) -> dict[str, list[dict[str, Any]]]:
-    """The rows of every axis with one drafter, decoded and planned.
+@dataclasses.dataclass
+class Measuring:
+    """Decoding and timing with one drafter.
 
-    Settings of one batch size take turns; one that is on several axes is decoded once.
+    Attributes:
+      number: of the drafter.
+      failed: sentences of batch sizes for which memory was too small.
     """
-    settings = list(dict.fromkeys(case.setting for cases in axes.values() for case in cases))
-    batches = sorted({setting.batch for setting in settings})
-    found: dict[Setting, tuple[Decoded, Decoded]] = {}
-    for batch in batches:
-        own = [Setting("plain", batch), *(s for s in settings if s.batch == batch)]
-        whole = prompts[: len(prompts) // batch * batch]
+
+    options: Sweep
+    folder: MeasuredFolder
+    number: int
+    target: Target
+    role: DrafterRole
+    prompts: Sequence[list[int]]
+    failed: list[str] = dataclasses.field(default_factory=list)
+
+    def rows(self, profile: Profile, axes: Axes) -> dict[str, list[dict[str, Any]]]:
+        """The rows of every axis, decoded and planned.
+
+        Settings of one batch size take turns; one that is on several axes is decoded once.
+        """
+        settings = list(dict.fromkeys(case.setting for cases in axes.values() for case in cases))
+        batches = sorted({setting.batch for setting in settings})
+        found: dict[Setting, dict[str, Any]] = {}
+        for batch in list(batches):
+            own = [Setting("plain", batch), *(s for s in settings if s.batch == batch)]
+            name = f"decoded-{self.number}-{batch}"
+            decoded = self.folder.kept(name, functools.partial(self._decoded, own))
+            if isinstance(decoded, str):
+                self.failed.append(f"{batch} at a time is left out, {decoded}")
+                batches.remove(batch)
+            else:
+                found |= dict(zip(own, decoded, strict=True))
+        if not batches:
+            return {axis: [] for axis in axes}
+        timed = functools.partial(self._times, _policies(axes), batches)
+        times = Times.from_json(self.folder.kept(f"times-{self.number}", timed))
+        separate = not share_hardware(self.target, self.role)
+        layers = self.role.config.num_hidden_layers
+        return {
+            axis: [
+                _row(case, found[case.setting], layers, _planned(times, profile, case, separate))
+                for case in cases
+                if case.setting in found
+            ]
+            for axis, cases in axes.items()
+        }
+
+    def _decoded(self, settings: Sequence[Setting]) -> list[dict[str, Any]] | str:
+        """The figures of each setting of one batch size, plain decoding first."""
+        batch = settings[0].batch
+        whole = self.prompts[: len(self.prompts) // batch * batch]
         with Bar(f"decoding, {batch} at a time", 1) as bar:
             decoded = or_out_of_memory(
-                lambda own=own, whole=whole, bar=bar: decode(
-                    target, role, own, whole, options.max_new_tokens, bar.update_total
+                lambda: decode(
+                    self.target,
+                    self.role,
+                    settings,
+                    whole,
+                    self.options.max_new_tokens,
+                    bar.update_total,
                 )
             )
-        if isinstance(decoded, str):
-            note(f"{batch} at a time is left out, {decoded}")
-        else:
-            found |= {one.setting: (one, decoded[0]) for one in decoded}
-    depth = role.config.num_hidden_layers
-    with Bar("timing steps", 1) as bar:
-        times = measure_times(
-            target,
-            role,
-            _policies(axes),
-            batches,
-            layers=[depth],
-            context=options.context,
-            progress=bar.update_total,
-        )
-    separate = not share_hardware(target, role)
-    return {
-        axis: [
-            _row(case, *found[case.setting], depth, _planned(times, profile, case, separate))
-            for case in cases
-            if case.setting in found
-        ]
-        for axis, cases in axes.items()
-    }
+        return decoded if isinstance(decoded, str) else [_figures(d, decoded[0]) for d in decoded]
+
+    def _times(self, policies: Policies, batches: Sequence[int]) -> dict[str, Any]:
+        with Bar("timing steps", 1) as bar:
+            return measure_times(
+                self.target,
+                self.role,
+                policies,
+                batches,
+                layers=[self.role.config.num_hidden_layers],
+                context=self.options.context,
+                progress=bar.update_total,
+            ).to_json()
 
 
 def _planned(times: Times, profile: Profile, case: Case, separate: bool) -> Prediction | None:
@@ -197,10 +240,21 @@ def _planned(times: Times, profile: Profile, case: Case, separate: bool) -> Pred
     return predict(times, profile, setting, separate=separate)
 
 
-def _row(
-    case: Case, decoded: Decoded, plain: Decoded, layers: int, planned: Prediction | None
-) -> dict[str, Any]:
+def _figures(decoded: Decoded, plain: Decoded) -> dict[str, Any]:
     same = [a.token_ids == b.token_ids for a, b in zip(decoded.replies, plain.replies, strict=True)]
+    return {
+        "tau": round(decoded.tau, 4),
+        "hit_rate": None if decoded.hit_rate is None else round(decoded.hit_rate, 4),
+        "tokens_per_second": round(decoded.tokens_per_second, 3),
+        "speedup": round(decoded.tokens_per_second / plain.tokens_per_second, 4),
+        "compared": len(same),
+        "identical": sum(same),
+    }
+
+
+def _row(
+    case: Case, figures: dict[str, Any], layers: int, planned: Prediction | None
+) -> dict[str, Any]:
     return {
         "value": case.value,
         "series": case.series,
@@ -209,12 +263,7 @@ def _row(
         "policy": case.setting.policy and str(case.setting.policy),
         "layers": layers,
         "drafter": case.drafter_name,
-        "tau": round(decoded.tau, 4),
-        "hit_rate": None if decoded.hit_rate is None else round(decoded.hit_rate, 4),
-        "tokens_per_second": round(decoded.tokens_per_second, 3),
-        "speedup": round(decoded.tokens_per_second / plain.tokens_per_second, 4),
-        "compared": len(same),
-        "identical": sum(same),
+        **figures,
         "predicted": planned
         and {
             "tau": round(planned.tau, 4),
@@ -266,20 +315,33 @@ def _profile(
         return measure_profile(drafter, params, dataset, options.documents, policies)
 
 
-def _finish(options: Sweep, rows: dict[str, list[dict[str, Any]]]) -> None:
-    """Writes JSON and plots, and prints the tables."""
+def _settings(options: Sweep, dataset: ResponseDataset) -> dict[str, Any]:
+    """All that decides what is measured."""
     settings = dataclasses.asdict(options)
     for name in ("out", "json"):
         del settings[name]
+    data = {"documents": len(dataset), **dataset.manifest.to_json()}
+    return settings | {"data": data, "machine": machine()}
+
+
+def _finish(
+    options: Sweep,
+    dataset: ResponseDataset,
+    rows: dict[str, list[dict[str, Any]]],
+    failed: Sequence[str],
+) -> None:
+    """Writes JSON and plots, and prints the tables."""
     result = {
         "kind": KIND,
-        "settings": settings | {"data": options.data.name},
-        "machine": machine(),
+        "settings": _settings(options, dataset),
+        "failed": failed,
         "axes": rows,
     }
     write_json(options.out / "sweep.json", result, indent=1)
     for axis, own in rows.items():
         report_plots.sweep(options.out / f"sweep-{axis.replace(' ', '-')}.png", own, axis)
+    for sentence in failed:
+        note(sentence)
     if options.json:
         print(json.dumps(result, ensure_ascii=False))
         return
