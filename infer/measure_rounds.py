@@ -5,6 +5,7 @@ One step is timed in `infer.measure`; what follows from the times is reckoned in
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -237,6 +238,7 @@ def machine() -> dict[str, Any]:
         **{name: _version(name) for name in ("d3d_jax", "jax", "jaxlib", "flax")},
         "commit": _commit(),
         "devices": [f"{device.platform} {device.device_kind}" for device in jax.devices()],
+        "cpu": _cpu(),
         "cores": _cores(),
     }
 
@@ -244,6 +246,15 @@ def machine() -> dict[str, Any]:
 def _cores() -> int | None:
     """Those this process may use, where the system says."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _cpu() -> str | None:
+    """The model of the processor, where the system says."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or None
 
 
 def _version(package: str) -> str | None:

@@ -132,6 +132,12 @@ def test_a_finished_benchmark_is_not_measured_again_and_others_are_refused(
     assert json.loads(capsys.readouterr().out)["settings"]["repeats"] == 2
     said = one_error(capsys, run(models, done, *WHOLE, "--seed", "6"))
     assert "holds a benchmark with seed 5, and this one has 6" in said
+    weights = models / "drafter/model.safetensors"
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-4] + bytes(4))  # trained on in place
+    said = one_error(capsys, run(models, done, *WHOLE, "--seed", "5"))
+    assert "with drafter weights" in said
+    weights.write_bytes(before)
     (models / "other.jsonl").write_text('{"turns": ["a"]}\n{"turns": ["b"]}')
     prompts = ["--prompts", f"one={models / 'other.jsonl'}", f"two={models / 'prompts/two.jsonl'}"]
     said = one_error(capsys, run(models, done, *WHOLE, "--seed", "5", *prompts))

@@ -27,6 +27,7 @@ from d3d_jax.infer.benchmark_peer import PEERS, TorchPeer, peer_versions
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.measure_rounds import machine
 from d3d_jax.infer.model import ModelFiles
+from d3d_jax.models.safetensors_folder import weights_digest
 
 
 def run(options: Benchmark) -> None:
@@ -149,6 +150,8 @@ def settings(options: Benchmark, files: DecoderFiles, tasks: Sequence[Task]) -> 
         "block_size": files.drafter and files.drafter.policy.block_size,
         "target_config": dataclasses.asdict(files.target.config),
         "drafter_config": files.drafter and dataclasses.asdict(files.drafter.config),
+        "target_weights": weights_digest(files.target.folder),
+        "drafter_weights": files.drafter and weights_digest(files.drafter.folder),
         "machine": machine() | (peer_versions() if options.peer else {}),
     }
 

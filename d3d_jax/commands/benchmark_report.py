@@ -45,7 +45,7 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in ("task", "mode"):
         table.add_column(name, no_wrap=True)
-    for name in ("τ", "pooled", "hits", "tok/s", "from – to", "×", "× all", "first", "same"):
+    for name in ("τ", "pooled", "hits", "tok/s", "range", "×", "× all", "first", "same"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         if "failed" in row:
@@ -59,7 +59,7 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
             number(row["tau_pooled"], ".2f"),
             number(row["hit_rate"], ".0%"),
             f"{speed['median']:.1f}",
-            f"{speed['min']:.1f} – {speed['max']:.1f}",
+            f"{speed['min']:.0f}–{speed['max']:.0f}",
             number(row["speedup_decode"], ".2f"),
             number(row["speedup_end_to_end"], ".2f"),
             f"{1e3 * row['first_token_seconds']['median']:.0f}",

@@ -35,6 +35,7 @@ from d3d_jax.infer.measure_rounds import Decoded, decode, machine, measure_times
 from d3d_jax.infer.plan import Prediction, Profile, Setting, Times, predict
 from d3d_jax.infer.target import Target
 from d3d_jax.models import checkpoint
+from d3d_jax.models.safetensors_folder import weights_digest
 from d3d_jax.train.dataset import ResponseDataset, open_dataset
 
 
@@ -71,7 +72,8 @@ def run(options: Sweep) -> None:
     indices = np.linspace(0, len(dataset) - 1, options.samples).round().astype(int)
     prompts = [recorded_prompt(dataset[int(index)]) for index in indices]
     files[0].check(prompts)
-    folder = MeasuredFolder(options.out, _settings(options, dataset), "sweep")
+    settings = _settings(options, dataset, files)
+    folder = MeasuredFolder(options.out, settings, "sweep")
     of_drafter = [
         {axis: [case for case in cases if case.drafter == number] for axis, cases in axes.items()}
         for number in range(len(files))
@@ -96,7 +98,7 @@ def run(options: Sweep) -> None:
     except KeyboardInterrupt:
         note(f"{options.out} keeps what was measured; the same command continues")
         raise
-    _finish(options, dataset, rows, failed)
+    _finish(options, settings, rows, failed)
 
 
 def axes_of(options: Sweep, files: Sequence[DecoderFiles]) -> Axes:
@@ -315,25 +317,33 @@ def _profile(
         return measure_profile(drafter, params, dataset, options.documents, policies)
 
 
-def _settings(options: Sweep, dataset: ResponseDataset) -> dict[str, Any]:
+def _settings(
+    options: Sweep, dataset: ResponseDataset, files: Sequence[DecoderFiles]
+) -> dict[str, Any]:
     """All that decides what is measured."""
     settings = dataclasses.asdict(options)
     for name in ("out", "json"):
         del settings[name]
     data = {"documents": len(dataset), **dataset.manifest.to_json()}
-    return settings | {"data": data, "machine": machine()}
+    weights = [weights_digest(f.drafter.folder) for f in files if f.drafter is not None]
+    return settings | {
+        "data": data,
+        "target_weights": weights_digest(files[0].target.folder),
+        "drafter_weights": weights,
+        "machine": machine(),
+    }
 
 
 def _finish(
     options: Sweep,
-    dataset: ResponseDataset,
+    settings: dict[str, Any],
     rows: dict[str, list[dict[str, Any]]],
     failed: Sequence[str],
 ) -> None:
     """Writes JSON and plots, and prints the tables."""
     result = {
         "kind": KIND,
-        "settings": _settings(options, dataset),
+        "settings": settings,
         "failed": failed,
         "axes": rows,
     }

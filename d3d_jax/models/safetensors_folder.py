@@ -7,6 +7,7 @@ What the keys mean is `models.parameters`.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ import numpy as np
 
 from d3d_jax.errors import D3DError
 
+_MIB = 2**20
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _FLOATS = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
@@ -207,6 +209,22 @@ def _open(path: Path, name: str) -> dict[str, _Stored]:
         key: _Stored(name, info["dtype"], tuple(info["shape"]), start + info["data_offsets"][0])
         for key, info in header.items()
     }
+
+
+def weights_digest(folder: Path) -> str:
+    """What tells a folder's weights from others, without reading all of them: 16 hex digits.
+
+    Of each file the name, the size, and the first and the last MiB.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for start in (0, max(0, size - _MIB)):
+                file.seek(start)
+                digest.update(file.read(_MIB))
+    return digest.hexdigest()[:16]
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:
