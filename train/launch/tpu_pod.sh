@@ -5,7 +5,8 @@
 #
 # SHARED is one file system that every host has mounted (Filestore, NFS): it holds the checkout, the
 # data of `d3d respond`, the untrained drafter of `d3d init-drafter` (DRAFTER), and the run (RUN).
-# Given again, the same command continues the run, on a slice of another size too.
+# Given again, the same command continues the run, on a slice of another size too if its chips divide
+# the rows of a micro-batch (here 16) and FSDP is set to fit.
 set -euo pipefail
 : "${TPU:?name of the TPU slice}" "${ZONE:?its zone}" "${SHARED:?folder that all hosts share}"
 TARGET=${TARGET:-Qwen/Qwen3-8B}
