@@ -25,8 +25,8 @@ from d3d_jax.models import decoder, sharding
 from d3d_jax.train.dataset import ResponseDataset
 from d3d_jax.train.outcomes import Rounds
 
-# Document lengths and anchor counts are rounded up to these, so that few shapes are compiled; the
-# logits of as many anchors exist at once.
+# Document lengths and anchor counts are rounded up to 1, 2, 3, 4, 6, 8, 12, 16, … times these, so
+# that few shapes are compiled; the logits of as many anchors of a document exist at once.
 TOKENS, ANCHORS = 128, 64
 
 
@@ -106,7 +106,8 @@ class OfflineAcceptance:
     Args:
       documents: how many, evenly spread; 0 for all.
       block_size: W to draft with; None for the drafter's own.
-      mesh: of `sharding.model_mesh`, that the parameters lie on; None: one device.
+      mesh: of `sharding.model_mesh`, that the parameters lie on; None: one device. Documents of a
+        shape are read as many at a time as its data and fsdp axes have devices.
     """
 
     def __init__(
@@ -129,7 +130,9 @@ class OfflineAcceptance:
         self.indices = np.linspace(0, len(dataset) - 1, count).round().astype(int)
         self.drafter, self.dataset, self.width = drafter, dataset, width
         read, whole = functools.partial(read_blocks, drafter), None
+        self._at_once = 1
         if mesh is not None:
+            self._at_once = mesh.shape["data"] * mesh.shape["fsdp"]
             # Whole in every process, each of which walks all documents.
             read, whole = sharding.on_mesh(mesh, read), NamedSharding(mesh, PartitionSpec())
         self._read = jax.jit(read, static_argnames=("block_size", "count"), out_shardings=whole)
@@ -166,12 +169,34 @@ class OfflineAcceptance:
         if temperatures is None:
             temperatures = np.ones((1, self.width - 1 + config.label_shift))
         documents = [self.dataset[int(index)] for index in self.indices]
-        found = Rounds.join(
-            [
-                self._rounds(params, gates, number, document, num_candidates, temperatures)
-                for number, document in enumerate(documents)
-            ]
-        )
+        prepared = [_prepared(document, temperatures.shape[1]) for document in documents]
+        of_shape: dict[tuple[int, ...], list[int]] = {}
+        for number, (tokens, anchors, _) in enumerate(prepared):
+            of_shape.setdefault((len(tokens), len(anchors)), []).append(number)
+        parts: dict[int, Rounds] = {}
+        for numbers in of_shape.values():
+            for start in range(0, len(numbers), self._at_once):
+                group = numbers[start : start + self._at_once]
+                whole = group + group[-1:] * (self._at_once - len(group))
+                said = self._read(
+                    params,
+                    *(
+                        np.stack(arrays)
+                        for arrays in zip(*map(prepared.__getitem__, whole), strict=True)
+                    ),
+                    temperatures.astype(np.float32),
+                    gates,
+                    block_size=self.width,
+                    count=num_candidates,
+                )
+                said = [np.asarray(leaf) for leaf in said]
+                for at, number in enumerate(group):
+                    own = Blocks(*(leaf[at] for leaf in said))
+                    labels = prepared[number][2]
+                    parts[number] = self._rounds(
+                        number, documents[number], labels, own, temperatures
+                    )
+        found = Rounds.join([parts[number] for number in range(len(documents))])
         of = [found.document == number for number in range(len(documents))]
         room = np.sum(found.labels[:, : self.width - 1] >= 0, axis=1)
         acceptance = Acceptance(
@@ -185,55 +210,59 @@ class OfflineAcceptance:
 
     def _rounds(
         self,
-        params: Params,
-        gates: np.ndarray | None,
         number: int,
         document: dict[str, Any],
-        num_candidates: int,
+        labels: np.ndarray,
+        said: Blocks,
         temperatures: np.ndarray,
     ) -> Rounds:
-        """The rounds of one document."""
-        tokens = document["tokens"]
-        anchors = np.arange(document["prompt_length"], len(tokens) - 1, dtype=np.int32)
-        padded = np.zeros((-(-len(tokens) // TOKENS) * TOKENS,), np.int32)
-        padded[: len(tokens)] = tokens
-        slots = np.full((max(-(-len(anchors) // ANCHORS), 1) * ANCHORS,), -1, np.int32)
-        slots[: len(anchors)] = anchors
-        ahead = slots[:, None] + np.arange(1, temperatures.shape[1] + 1)
-        # Past the end no draft matches, which cuts the last round as decoding does.
-        known = (slots[:, None] >= 0) & (ahead < len(tokens))
-        labels = np.where(known, tokens[np.minimum(ahead, len(tokens) - 1)], -1).astype(np.int32)
-        said = self._read(
-            params,
-            padded,
-            slots,
-            labels,
-            temperatures.astype(np.float32),
-            gates,
-            block_size=self.width,
-            count=num_candidates,
-        )
-        said = Blocks(*map(np.asarray, said))
+        """The rounds of one document, of which the drafter said something at every anchor."""
+        tokens, first = document["tokens"], document["prompt_length"]
         drafts = said.candidate_ids[:, : self.width - 1, 0]
         accepted = np.cumprod(drafts == labels[:, : self.width - 1], axis=1).sum(axis=1)
-        rows = walk(accepted[: len(anchors)])
-        block = np.concatenate([tokens[slots, None], drafts], axis=1).astype(np.int32)
+        rows = walk(accepted[: max(len(tokens) - 1 - first, 0)])
+        block = np.concatenate([tokens[first + rows, None], drafts[rows]], axis=1).astype(np.int32)
         return Rounds(
             self.drafter.drafter,
             temperatures,
             np.full(len(rows), number),
-            *(leaf[rows] for leaf in (block, labels, accepted, *said)),
+            block,
+            *(leaf[rows] for leaf in (labels, accepted, *said)),
         )
 
 
+def _prepared(document: dict[str, Any], offsets: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens [S], anchors [A] and labels [A, P] of `read_blocks`."""
+    tokens = document["tokens"]
+    anchors = np.arange(document["prompt_length"], len(tokens) - 1, dtype=np.int32)
+    padded = np.zeros((_rounded(len(tokens), TOKENS),), np.int32)
+    padded[: len(tokens)] = tokens
+    slots = np.full((_rounded(len(anchors), ANCHORS),), -1, np.int32)
+    slots[: len(anchors)] = anchors
+    ahead = slots[:, None] + np.arange(1, offsets + 1)
+    # Past the end no draft matches, which cuts the last round as decoding does.
+    known = (slots[:, None] >= 0) & (ahead < len(tokens))
+    labels = np.where(known, tokens[np.minimum(ahead, len(tokens) - 1)], -1).astype(np.int32)
+    return padded, slots, labels
+
+
+def _rounded(count: int, unit: int) -> int:
+    """Up to 2ⁿ or 3 · 2ⁿ units."""
+    units = max(-(-count // unit), 1)
+    power = 2 ** (units - 1).bit_length()
+    return unit * (power * 3 // 4 if power * 3 // 4 >= units else power)
+
+
 class Blocks(NamedTuple):
-    """What a drafter says of A blocks; P = W − 1 + shift offsets predicted, M candidates.
+    """What a drafter says of A blocks a document.
+
+    P = W − 1 + shift offsets are predicted, with M candidates each.
 
     Attributes:
-      candidate_ids: [A, P, M] int32, likeliest first.
-      log_probs: [A, P, M] float32, uncalibrated.
-      label_log_probs: [A, P] float32 of the labels; −inf where the vocabulary lacks one.
-      log_normalisers: [A, P, G] float32, log Σ_v q(v)^(1/T).
+      candidate_ids: [B, A, P, M] int32, likeliest first.
+      log_probs: [B, A, P, M] float32, uncalibrated.
+      label_log_probs: [B, A, P] float32 of the labels; −inf where the vocabulary lacks one.
+      log_normalisers: [B, A, P, G] float32, log Σ_v q(v)^(1/T).
     """
 
     candidate_ids: Any
@@ -254,28 +283,40 @@ def read_blocks(
     block_size: int,
     count: int,
 ) -> Blocks:
-    """One packed pass over a document with a block at every anchor.
+    """One packed pass over documents with a block at every anchor.
 
     Args:
-      tokens: [S], padded at the end with anything.
-      anchors: [A] key indices, −1 where unused; A is a multiple of `ANCHORS`.
-      labels: [A, P] what the target says at the offsets predicted, −1 where that is unknown.
+      tokens: [B, S], padded at the end with anything.
+      anchors: [B, A] key indices, −1 where unused; A is a multiple of `ANCHORS`.
+      labels: [B, A, P] what the target says at the offsets predicted, −1 where that is unknown.
       temperatures: [G, P].
       gates: [L] of `decoder.forward`, or None.
       block_size: W.
       count: M.
     """
-    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)[None]
+    batch, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     layout = layouts.packed_documents(
         positions,
         jnp.zeros_like(positions),
-        anchors[None],
+        anchors,
         block_size=block_size,
         in_block=drafter.drafter.in_block,
     )
-    rows = jnp.concatenate([tokens, tokens[jnp.maximum(anchors, 0)]])[None]
+    of_anchors = jnp.take_along_axis(tokens, jnp.maximum(anchors, 0), axis=1)
+    rows = jnp.concatenate([tokens, of_anchors], axis=1)
     hidden, _ = decoder.forward(drafter.model, params, rows, layout, gates=gates)
-    blocks = hidden[0, tokens.shape[0] :].reshape(-1, ANCHORS, block_size, hidden.shape[-1])
+
+    def grouped(x: jax.Array) -> jax.Array:
+        """[B, A, …] → [A / ANCHORS, B · ANCHORS, …]."""
+        x = jnp.moveaxis(x.reshape(batch, -1, ANCHORS, *x.shape[2:]), 1, 0)
+        return x.reshape(-1, batch * ANCHORS, *x.shape[3:])
+
+    def ungrouped(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x.reshape(-1, batch, ANCHORS, *x.shape[2:]), 1, 0)
+        return x.reshape(batch, -1, *x.shape[3:])
+
+    blocks = hidden[:, length:].reshape(batch, -1, block_size, hidden.shape[-1])
     vocabulary = params.get("draft_vocab", jnp.arange(drafter.model.vocab_size))
 
     def read(part: tuple[jax.Array, jax.Array]) -> Blocks:
@@ -292,5 +333,5 @@ def read_blocks(
         return Blocks(ids, log_probs, of_label, jnp.moveaxis(missing, 0, -1))
 
     # A group of anchors at a time: the logits of all of them would be the largest array by far.
-    said = jax.lax.map(read, (blocks, labels.reshape(-1, ANCHORS, labels.shape[-1])))
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), said)
+    said = jax.lax.map(read, (grouped(blocks), grouped(labels)))
+    return jax.tree.map(ungrouped, said)

@@ -14,11 +14,12 @@ from d3d_jax.errors import D3DError
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.target import Target
-from d3d_jax.models import decoder
+from d3d_jax.models import decoder, parameters
 from d3d_jax.models.sharding import make_mesh
-from d3d_jax.train.acceptance import OfflineAcceptance, walk
+from d3d_jax.train.acceptance import Acceptance, OfflineAcceptance, walk
 from d3d_jax.train.outcomes import Rounds, hit_rate
 from d3d_jax.train.policies import budgets, compare, most_candidates, rectangles
+from d3d_jax.train.step import place
 from tests.tiny_models import (
     VOCAB,
     Documents,
@@ -57,6 +58,37 @@ def trained(kind):
     drafter, own = tiny_drafter(*target(), **DRAFTERS[kind])
     begun = [(prompt, response[: LENGTH // 2]) for prompt, response in pairs()]
     return drafter, memorise(drafter, own, begun, steps=40)
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_documents_are_split_over_a_mesh(fsdp):
+    """Four at a time, of which one group is not full: what is measured is one device's, exactly."""
+    drafter, params = trained("shift 1")
+    documents = Documents([*pairs(), (PROMPTS[0], pairs()[1][1][:9]), (PROMPTS[2], [7, 8, 9])])
+    mesh = make_mesh(jax.devices()[:4], fsdp=fsdp)
+    params = jax.tree.map(np.asarray, params)
+    placed = place(params, parameters.shardings(params, mesh))
+    split, one = (
+        OfflineAcceptance(drafter, documents, mesh=mesh).observe(placed, 3),
+        OfflineAcceptance(drafter, documents).observe(params, 3),
+    )
+    for found, expected in zip(split, one, strict=True):
+        for field in dataclasses.fields(expected):
+            ours, theirs = getattr(found, field.name), getattr(expected, field.name)
+            if field.name in ("log_probs", "label_log_probs", "log_normalisers"):
+                np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+            elif field.name != "drafter":
+                jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert len(split[0].tokens) == len(documents) and split[0].tokens[-1] == 2
+
+
+def test_the_interval_of_tau_is_of_responses_drawn_anew():
+    """Every response alike: no width. Half say 2 and half 4 tokens a round: 3 within."""
+    alike = Acceptance(np.full(8, 6), np.full(8, 3), [], [], 4)
+    assert alike.interval() == (2.0, 2.0)
+    low, high = Acceptance(np.array([2, 4] * 8), np.ones(16, int), [], [], 4).interval()
+    # The standard error of a mean of 16 such responses is 1/4: 1.96 of them on either side.
+    assert 3 - low == pytest.approx(0.49, abs=0.1) == high - 3
 
 
 @functools.cache
