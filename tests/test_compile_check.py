@@ -137,6 +137,21 @@ def test_what_does_not_fit_is_printed_and_refused(memory, tiny, four_devices, mo
     )
 
 
+def test_roles_that_share_devices_must_fit_together():
+    """What each holds lies beside every program of the other: 9 + 1 of its own + 5, 4 + 2 + 9."""
+
+    def program(name, arguments, more):
+        memory = {"arguments": arguments * 2**30}
+        return {"name": name, "memory": memory, "bytes_per_device": (arguments + more) * 2**30}
+
+    found = [program("target verify", 9, 1), program("drafter draft", 5, 0)]
+    found.append(program("drafter prepare", 4, 2))
+    compile_check.check_budget(found, SimpleNamespace(name="v5e:2x2", hbm=15 * 2**30), shared=True)
+    compile_check.check_budget(found, SimpleNamespace(name="v5e:2x2", hbm=10 * 2**30))
+    with pytest.raises(D3DError, match="target verify does not fit: .* 15.00 GiB a device"):
+        compile_check.check_budget(found, SimpleNamespace(name="x", hbm=14 * 2**30), shared=True)
+
+
 def test_a_compiler_that_runs_out_of_memory_is_understood():
     error = jax.errors.JaxRuntimeError(
         "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 18.50G of 15.75G hbm."

@@ -56,7 +56,8 @@ def run(options: CompileCheck) -> None:
                 needs = compile_and_measure(program.traced, program.mesh.size)
             found.append({"name": program.name, "mesh": dict(program.mesh.shape), **_json(needs)})
     print(json.dumps(figures)) if options.json else _print(figures)
-    _check_budget(found, topology)
+    shared = options.what != "train" and options.tp + options.drafter_tp > len(topology.devices)
+    check_budget(found, topology, shared)
 
 
 def _sizes(drafter: Drafter) -> dict[str, int]:
@@ -142,14 +143,31 @@ def _json(needs: Needs) -> dict[str, Any]:
     }
 
 
-def _check_budget(found: list[dict[str, Any]], topology: Topology) -> None:
-    largest = max(found, key=lambda program: program["bytes_per_device"])
+def check_budget(found: list[dict[str, Any]], topology: Topology, shared: bool = False) -> None:
+    """Refuses programs that do not fit a device (`D3DError`).
+
+    Args:
+      found: as in the JSON; the first word of a name is the role.
+      shared: both roles have the same devices: beside a program of one lies what the other holds.
+    """
+
+    def needed(program: dict[str, Any]) -> int:
+        role = program["name"].split()[0]
+        others = [
+            other["memory"]["arguments"]
+            for other in found
+            if shared and other["memory"] and other["name"].split()[0] != role
+        ]
+        return program["bytes_per_device"] + max(others, default=0)
+
+    largest = max(found, key=needed)
     # A compiler that gives up knows better than the table how much memory it may use.
     failed = [program["name"] for program in found if program["memory"] is None]
-    if failed or largest["bytes_per_device"] > topology.hbm:
+    if failed or needed(largest) > topology.hbm:
+        beside = ", with what the other role holds there," if shared else ""
         raise D3DError(
-            f"{failed[0] if failed else largest['name']} does not fit: it needs "
-            f"{largest['bytes_per_device'] / GIB:.2f} GiB a device, and a device of "
+            f"{failed[0] if failed else largest['name']} does not fit: it needs{beside} "
+            f"{needed(largest) / GIB:.2f} GiB a device, and a device of "
             f"{topology.name} has {topology.hbm / GIB:.2f}"
         )
 
