@@ -148,7 +148,7 @@ def test_roles_that_share_devices_must_fit_together():
     found.append(program("drafter prepare", 4, 2))
     compile_check.check_budget(found, SimpleNamespace(name="v5e:2x2", hbm=15 * 2**30), shared=True)
     compile_check.check_budget(found, SimpleNamespace(name="v5e:2x2", hbm=10 * 2**30))
-    with pytest.raises(D3DError, match="target verify does not fit: .* 15.00 GiB a device"):
+    with pytest.raises(D3DError, match=r"target verify does not fit: .* 15\.00 GiB a device"):
         compile_check.check_budget(found, SimpleNamespace(name="x", hbm=14 * 2**30), shared=True)
 
 
