@@ -132,6 +132,8 @@ def timeline(path: Path, sources: Sequence[Source]) -> bool:
                 own = [(s["start"], s["end"] - s["start"]) for s in spans if s["step"] == step]
                 axes.broken_barh(own, (lane - 0.4, 0.8), facecolors=f"C{number}")
             axes.bar(0, 0, color=f"C{number}", label=step)  # for the legend
+        longest = max((s["end"] for spans in traced.values() for s in spans), default=1.0)
+        axes.set_xlim(right=1.2 * longest)  # room for the legend
         axes.set_yticks(range(len(lanes)), lanes)
         axes.invert_yaxis()
     return True
