@@ -46,11 +46,15 @@ def packed_batch():
 
 
 def slow_loss(drafter, params, anchors, vocab=None):
-    """Every block and every response token as an example of its own, unpacked."""
+    """Every block and every response token as an example of its own, unpacked.
+
+    Also, by predicted offset, how many of the labels were likeliest, and how many there are.
+    """
     config = drafter.drafter
     width, shift = config.block_size, config.label_shift
     index = {int(t): i for i, t in enumerate(range(VOCAB) if vocab is None else vocab)}
     block_sum = weight_sum = ar_sum = ar_count = 0.0
+    hits, counts = np.zeros((2, width - 1 + shift), int)
 
     def log_probs(tokens, rows):
         hidden, _ = decoder.forward(drafter.model, params, tokens, rows)
@@ -86,9 +90,12 @@ def slow_loss(drafter, params, anchors, vocab=None):
                 offset = slot + shift
                 if a + offset < len(ids) and int(ids[a + offset]) in index:
                     weight = np.exp(-(offset - 1) / GAMMA)
-                    block_sum -= weight * log_p[slot, index[int(ids[a + offset])]]
+                    label = index[int(ids[a + offset])]
+                    block_sum -= weight * log_p[slot, label]
                     weight_sum += weight
-    return block_sum / weight_sum + LAMBDA * ar_sum / ar_count
+                    hits[offset - 1] += log_p[slot].argmax() == label
+                    counts[offset - 1] += 1
+    return block_sum / weight_sum + LAMBDA * ar_sum / ar_count, hits, counts
 
 
 @pytest.mark.parametrize(
@@ -114,10 +121,14 @@ def test_packed_loss_is_the_sum_of_the_examples(shift, in_block, vocab):
     labels = objective.make_labels(
         batch, block_size=4, label_shift=shift, gamma=GAMMA, draft_index=index
     )
-    loss, _ = objective.drafter_loss(
+    loss, metrics = objective.drafter_loss(
         drafter, params, batch, labels, objective.denominators(labels), LAMBDA
     )
-    np.testing.assert_allclose(loss, slow_loss(drafter, params, anchors, vocab), rtol=2e-5)
+    expected, hits, counts = slow_loss(drafter, params, anchors, vocab)
+    np.testing.assert_allclose(loss, expected, rtol=2e-5)
+    np.testing.assert_array_equal(metrics["hits"], hits)
+    np.testing.assert_array_equal(metrics["counts"], counts)
+    assert counts[0] > 0
 
 
 def test_chunked_cross_entropy_is_the_dense_one_with_its_gradient():

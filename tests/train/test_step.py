@@ -50,6 +50,32 @@ def initial(shared):
     return drafter, jax.device_get(params)
 
 
+def test_the_optimizer_by_known_answers():
+    config = dataclasses.replace(
+        CONFIG,
+        steps=10,
+        warmup_steps=2,
+        learning_rate=0.3,
+        final_lr_fraction=0.1,
+        weight_decay=0.5,
+        clip_norm=1.0,
+        b1=0.9,
+    )
+    rates = [float(steps.schedule(config)(count)) for count in (0, 1, 2, 6, 10)]
+    np.testing.assert_allclose(rates, [0.1, 0.2, 0.3, 0.165, 0.03], rtol=1e-6)
+    optimizer = steps.make_optimizer(config)
+    params = {"matrices": jnp.ones((2, 3, 4)), "norms": jnp.ones((2, 3)), "embed": jnp.ones((5, 3))}
+    state = optimizer.init(params)
+    update, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    np.testing.assert_allclose(update["matrices"], -0.1 * 0.5, rtol=1e-6)
+    assert not update["norms"].any() and not update["embed"].any()
+    # 24 + 6 + 15 numbers of 2 are √180 long; the first moment is a tenth of what is left of them.
+    _, state = optimizer.update(jax.tree.map(lambda leaf: 2 * leaf, params), state, params)
+    moment = optax.tree_utils.tree_get(state, "mu")
+    for leaf in jax.tree.leaves(moment):
+        np.testing.assert_allclose(leaf, 0.1 * 2 / np.sqrt(180), rtol=1e-5)
+
+
 def prepare(mesh, shared, optimizer, **changes):
     """The jitted step and its first arguments on a mesh."""
     drafter, params = initial(shared)
