@@ -287,7 +287,7 @@ def test_what_is_compared_and_timed():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, compiled):
+def folder(tmp_path_factory):
     """A folder with `target`, its `drafter`, and in `data/dataset` what the target said."""
     folder = tmp_path_factory.mktemp("plan")
     write_drafter(folder / "drafter", write_target(folder / "target"))
