@@ -13,11 +13,14 @@ from d3d_jax.train.packing import build_row
 from tests.tiny_models import VOCAB, tiny_config, tiny_drafter, tiny_params
 
 GAMMA, LAMBDA = 3.0, 0.7
+LIKELY = 6, 9  # the tokens that the model below says, in every vocabulary
 
 
 def documents():
     rng = np.random.default_rng(0)
-    return [(rng.integers(0, VOCAB, 11), 4), (rng.integers(0, VOCAB, 7), 2)]
+    first, second = rng.integers(0, VOCAB, 11), rng.integers(0, VOCAB, 7)
+    first[5:11], second[3:7] = LIKELY * 3, LIKELY * 2
+    return [(first, 4), (second, 2)]
 
 
 def packed_batch():
@@ -111,8 +114,12 @@ def slow_loss(drafter, params, anchors, vocab=None):
 )
 def test_packed_loss_is_the_sum_of_the_examples(shift, in_block, vocab):
     config = tiny_config()
+    target = tiny_params(config)
+    # A hidden state on either side of a long row says its token, or that of its negative.
+    row = 20 * target["head"][LIKELY[0]]
+    target["head"] = target["head"].at[jnp.array(LIKELY)].set(jnp.stack([row, -row]))
     drafter, params = tiny_drafter(
-        config, tiny_params(config), label_shift=shift, in_block=in_block, vocab=vocab
+        config, target, label_shift=shift, in_block=in_block, vocab=vocab
     )
     batch, anchors = packed_batch()
     index = None
@@ -128,7 +135,7 @@ def test_packed_loss_is_the_sum_of_the_examples(shift, in_block, vocab):
     np.testing.assert_allclose(loss, expected, rtol=2e-5)
     np.testing.assert_array_equal(metrics["hits"], hits)
     np.testing.assert_array_equal(metrics["counts"], counts)
-    assert counts[0] > 0
+    assert counts[0] > 0 and hits.any()
 
 
 def test_chunked_cross_entropy_is_the_dense_one_with_its_gradient():
