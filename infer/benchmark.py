@@ -49,8 +49,8 @@ class Answer:
 
     Attributes:
       conversation, turn: which, from 0.
-      rounds: tokens that each round emitted; before them came the prefill's one token. The last
-        round ended the reply, which may have cut it.
+      rounds: tokens that each round emitted; before them came the prefill's (one token; of a peer
+        that drafts beside it, more). The last round ended the reply, which may have cut it.
       hits: rounds whose own block had been prepared ahead, among `chances` (asynchronous mode).
       first_seconds: from its submission to its first token.
       seconds: from its submission to its last token.

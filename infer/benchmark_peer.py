@@ -109,7 +109,7 @@ class TorchPeer:
     def _generate(
         self, mode: str, prompt: list[int], most: int
     ) -> tuple[list[int], list[tuple[float, int]]]:
-        """New tokens, and when how many of them came."""
+        """New tokens, and when how many of them came; the first of a lookup may be several."""
         clock, ids = _Clock(), self._torch.tensor([prompt], device=self.device)
         look_up = {} if PEERS[mode] is None else {"prompt_lookup_num_tokens": PEERS[mode]}
         with self._torch.no_grad():

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtrit
 
 from d3d_jax.infer.benchmark import Answer, Point
 from d3d_jax.infer.measure import Spread, logit_gap, or_out_of_memory
@@ -29,9 +30,10 @@ DEFINITIONS = (
     "time. Prefill is the time until reports of prompts, decode the rest; what the drafter still "
     "reads of a prompt after that, and its first draft, count as decode. End to end is both. At "
     "concurrency 1 the rounds dispatched past a reply's end are let run out off the clock.",
-    "Figures are medians over the repeats, the modes taking turns, with the least and the greatest "
-    "of them beside (time to first token: over all replies). A speedup is the median of the ratios "
-    "to plain decoding within each repeat.",
+    "Figures are medians over the repeats, the modes taking turns (time to first token: over all "
+    "replies). A speedup is the median of the ratios to plain decoding within each repeat. An "
+    "interval is the 95 % one of the mean by Student's t over the repeats of one run: another run "
+    "on this machine, left as it is, should find an interval that overlaps it.",
     "Peak memory is a device's since the process began: later rows hold what earlier ones did.",
 )
 
@@ -89,17 +91,17 @@ def summarise(points: Sequence[Point], plain: Sequence[Point] | None, devices: i
         "left_out": points[0].left_out,
         **acceptance(answers),
         "hit_rate": round(sum(a.hits for a in answers) / chances, 4) if chances else None,
-        "prefill_seconds": _spread([p.prefill for p in points]),
-        "decode_seconds": _spread([p.decode for p in points]),
+        "prefill_seconds": _repeated([p.prefill for p in points]),
+        "decode_seconds": _repeated([p.decode for p in points]),
         "first_token_seconds": _spread([a.first_seconds for a in answers]),
-        "tokens_per_second_decode": _spread(decode),
-        "tokens_per_second_end_to_end": _spread(whole),
+        "tokens_per_second_decode": _repeated(decode),
+        "tokens_per_second_end_to_end": _repeated(whole),
         "devices": devices,
-        "tokens_per_second_decode_per_device": _spread([speed / devices for speed in decode]),
+        "tokens_per_second_decode_per_device": _repeated([speed / devices for speed in decode]),
         "speedup_decode": _ratios(decode, plain_decode),
         "speedup_end_to_end": _ratios(whole, plain_whole),
-        "round_ms": _spread([1e3 * p.decode / max(p.rounds, 1) for p in points]),
-        "host_ms_per_round": _spread([1e3 * p.host / max(p.dispatched, 1) for p in points]),
+        "round_ms": _repeated([1e3 * p.decode / max(p.rounds, 1) for p in points]),
+        "host_ms_per_round": _repeated([1e3 * p.host / max(p.dispatched, 1) for p in points]),
         "benchmark_overhead": round(
             sum(p.outside for p in points) / max(sum(p.decode for p in points), 1e-9), 5
         ),
@@ -187,18 +189,38 @@ def _tokens(point: Point) -> int:
 
 
 def _speeds(points: Sequence[Point]) -> tuple[list[float], list[float]]:
-    """Tokens/s of decoding alone and end to end; the first token of a reply is its prefill's."""
-    decode = [(_tokens(p) - len(p.answers)) / max(p.decode, 1e-9) for p in points]
+    """Tokens/s of decoding alone and end to end; what came before the rounds is the prefill's."""
+    decode = [sum(sum(a.rounds) for a in p.answers) / max(p.decode, 1e-9) for p in points]
     return decode, [_tokens(p) / max(p.seconds, 1e-9) for p in points]
 
 
-def _ratios(ours: Sequence[float], plain: Sequence[float]) -> dict[str, float] | None:
+def _ratios(ours: Sequence[float], plain: Sequence[float]) -> dict[str, Any] | None:
     """Spread of ratios; None without plain figures."""
     if not plain or not all(plain):
         return None
-    return _spread([a / b for a, b in zip(ours, plain, strict=True)])
+    return _repeated([a / b for a, b in zip(ours, plain, strict=True)])
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def _repeated(values: Sequence[float]) -> dict[str, Any]:
+    """Spread of what was measured once in each repeat, with the interval of its mean."""
+    return _spread(values) | {"interval": student_interval(values)}
+
+
+def student_interval(values: Sequence[float], confidence: float = 0.95) -> list[float] | None:
+    """Student's t interval of the mean of independent measurements; None for fewer than two."""
+    count = len(values)
+    if count < 2:
+        return None
+    t = float(stdtrit(count - 1, (1 + confidence) / 2))
+    half = t * float(np.std(values, ddof=1)) / count**0.5
+    middle = float(np.mean(values))
+    return [_rounded(middle - half), _rounded(middle + half)]
+
+
+def _spread(values: Sequence[float]) -> dict[str, Any]:
     found = dataclasses.asdict(Spread.of(values)) | {"min": min(values), "max": max(values)}
-    return {name: float(f"{value:.5g}") for name, value in found.items()}
+    return {name: _rounded(value) for name, value in found.items()}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -75,11 +76,14 @@ def longest_sequence(config: ModelConfig, asked: int | None) -> int:
     return asked or most
 
 
-def check_prompts(prompts: list[list[int]], config: ModelConfig, limit: int) -> None:
+def check_prompts(
+    prompts: list[list[int]], config: ModelConfig, limit: int, names: Sequence[str] = ()
+) -> None:
     """Refuses prompts that a model cannot decode.
 
     Args:
       limit: of `longest_sequence`.
+      names: of the prompts in errors; none: they are counted from 1.
 
     Raises:
       D3DError: no prompt, an empty one, one that leaves no room for a reply, or no token ids.
@@ -87,16 +91,17 @@ def check_prompts(prompts: list[list[int]], config: ModelConfig, limit: int) -> 
     if not prompts:
         raise D3DError("there is no prompt to decode")
     most = config.vocab_size - 1
-    for number, prompt in enumerate(prompts, start=1):
+    names = names or [f"prompt {number}" for number in range(1, len(prompts) + 1)]
+    for name, prompt in zip(names, prompts, strict=True):
         if not prompt:
-            raise D3DError(f"prompt {number} is empty")
+            raise D3DError(f"{name} is empty")
         if len(prompt) >= limit:
             raise D3DError(
-                f"prompt {number} has {len(prompt)} tokens, the model takes at most "
+                f"{name} has {len(prompt)} tokens, the model takes at most "
                 f"{limit - 1} and room for a reply"
             )
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise D3DError(f"prompt {number} holds {token!r}, which is no token id")
+                raise D3DError(f"{name} holds {token!r}, which is no token id")
             if not 0 <= token <= most:
-                raise D3DError(f"prompt {number} has token id {token}; ids are 0 to {most}")
+                raise D3DError(f"{name} has token id {token}; ids are 0 to {most}")

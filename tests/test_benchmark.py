@@ -191,6 +191,8 @@ BAD = {
     "no such file": (["--prompts", "x=nonesuch.jsonl"], "cannot read nonesuch.jsonl"),
     "no such folder": (["--prompts", "nonesuch"], "takes NAME=FILE or a folder of TASK.jsonl"),
     "twice": (["--prompts", "PROMPTS", "PROMPTS"], "--prompts names one twice"),
+    "no task": (["--prompts", "overall=BAD"], "--prompts names 'overall'"),
+    "a folder in its name": (["--prompts", "a/b=BAD"], "--prompts names 'a/b'"),
     "bad line": (["--prompts", "bad=BAD"], "bad.jsonl, line 2: not valid JSON"),
     "few prompts": (["--samples", "9", "--concurrency", "6"], "one has 5 prompts, too few"),
     "few samples": (["--concurrency", "4"], "--concurrency 4 needs as many prompts"),
@@ -199,7 +201,7 @@ BAD = {
     "twice as hot": (["--temperature", "1", "1.0"], "--temperature names 1.0 twice"),
     "block too large": (["--block-size", "5"], "block size 5 is above the 4"),
     "another tokenizer": (["--drafter", "OTHER"], "another target or tokenizer"),
-    "too long": (["--max-length", "8"], "the model takes at most 7"),
+    "too long": (["--max-length", "8"], "line 3 has 46 tokens, the model takes at most 7"),
     "thinking is not switched": (["--thinking", "on"], "its chat template has no enable_thinking"),
 }
 

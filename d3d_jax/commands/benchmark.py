@@ -39,7 +39,8 @@ def run(options: Benchmark) -> None:
     if files.target.tokenizer.chat_template is None:
         raise D3DError("the target has no chat template, which a benchmark's prompts go through")
     chat = functools.partial(_chat, files.target, thinking_switch(options.thinking))
-    files.check([chat(c, []) for task in tasks for c in task.conversations])
+    every = [c for task in tasks for c in task.conversations]
+    files.check([chat(c, []) for c in every], [c.where for c in every])
     asked = settings(options, files, tasks)
     folder = BenchmarkFolder(options.out, asked)
     with busy(f"loading {options.target}"):

@@ -36,9 +36,8 @@ class Key:
     @property
     def file_name(self) -> str:
         """Of the point in the folder."""
-        task = self.task.replace("/", "_")
         return (
-            f"{task}-T{self.temperature:g}-concurrency{self.concurrency}"
+            f"{self.task}-T{self.temperature:g}-concurrency{self.concurrency}"
             f"-repeat{self.repeat + 1}-{self.mode}.json"
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from d3d_jax.commands.benchmark_options import OVERALL
 from d3d_jax.errors import D3DError
 from d3d_jax.infer.benchmark import Conversation
 from d3d_jax.train.prompts import PromptSource, open_prompts, user_turns
@@ -130,7 +131,8 @@ def prompt_files(prompts: Sequence[str]) -> dict[str, Path]:
     """The files that --prompts names, by task.
 
     Raises:
-      D3DError: neither NAME=FILE nor a folder with JSONL files in it, or a task named twice.
+      D3DError: neither NAME=FILE nor a folder with JSONL files in it, or a name that is there
+        twice, holds a slash or means all tasks.
     """
     found: dict[str, Path] = {}
     for text in prompts:
@@ -143,6 +145,8 @@ def prompt_files(prompts: Sequence[str]) -> dict[str, Path]:
             raise D3DError(f"--prompts takes NAME=FILE or a folder of TASK.jsonl, found {text!r}")
         if again := set(own) & set(found):
             raise D3DError(f"--prompts names {min(again)} twice")
+        if OVERALL in own or any("/" in name for name in own):
+            raise D3DError(f"--prompts names {min(own)!r}: not {OVERALL}, and without a slash")
         found |= own
     return found
 

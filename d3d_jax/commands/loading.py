@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -57,10 +57,10 @@ class DecoderFiles:
     mesh: Mesh
     options: Decoding
 
-    def check(self, prompts: list[list[int]]) -> None:
-        """Refuses prompts that cannot be decoded (`D3DError`)."""
+    def check(self, prompts: list[list[int]], names: Sequence[str] = ()) -> None:
+        """Refuses prompts that cannot be decoded (`D3DError`); `names` as of `check_prompts`."""
         config = self.target.config
-        check_prompts(prompts, config, longest_sequence(config, self.options.max_length))
+        check_prompts(prompts, config, longest_sequence(config, self.options.max_length), names)
 
     def load(self, max_new_tokens: int, slots: int | None = None) -> Decoder:
         """Reads the weights; for the arguments see `Model.decoder`."""

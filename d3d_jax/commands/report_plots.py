@@ -57,7 +57,7 @@ def speedups(path: Path, sources: Sequence[Source]) -> None:
     tasks = list(dict.fromkeys(task for own in bars.values() for task in own if task != OVERALL))
     tasks += [OVERALL] if any(OVERALL in own for own in bars.values()) else []
     width = 0.8 / max(len(bars), 1)
-    title = "Speedup over plain decoding, prefill excluded"
+    title = "Speedup over plain decoding, prefill excluded; least to greatest repeat"
     with plot(path, title=title, ylabel="×") as axes:
         for number, (name, own) in enumerate(bars.items()):
             at = [tasks.index(task) + number * width for task in own]

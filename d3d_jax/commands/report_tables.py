@@ -51,12 +51,15 @@ def _tasks(source: Source) -> set[str]:
     return {row["task"] for row in source.content["results"]} - {OVERALL}
 
 
-def ranged(spread: dict[str, float] | None, form: str) -> str:
-    """A median with the least and the greatest; empty for None."""
+def ranged(spread: dict[str, Any] | None, form: str) -> str:
+    """A median with the interval of one that was measured repeatedly; empty for None."""
     if spread is None:
         return ""
-    middle, least, most = (format(spread[name], form) for name in ("median", "min", "max"))
-    return f"{middle} ({least} – {most})"
+    middle, interval = format(spread["median"], form), spread["interval"]
+    if interval is None:
+        return middle
+    low, high = (format(bound, form) for bound in interval)
+    return f"{middle} ({low} – {high})"
 
 
 def settings_table(sources: Sequence[Source]) -> str:
@@ -97,7 +100,7 @@ def _speedup_table(rows: Sequence[tuple[str, Row]], published: bool) -> str:
         if "failed" in row:
             column[row["task"]] = "failed"
         elif row["speedup_decode"] is not None:
-            speedup, tau = number(row["speedup_decode"], ".2f"), number(row["tau_mean"], ".2f")
+            speedup, tau = ranged(row["speedup_decode"], ".2f"), number(row["tau_mean"], ".2f")
             column[row["task"]] = f"{speedup} × (τ {tau})"
             if "speedup_decode_of_tasks" in row:
                 mean, tau = row["speedup_decode_of_tasks"], row["tau_mean_of_tasks"]

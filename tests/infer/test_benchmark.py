@@ -8,10 +8,18 @@ import numpy as np
 import pytest
 
 from d3d_jax.errors import D3DError
-from d3d_jax.infer import benchmark_bench
+from d3d_jax.infer import benchmark_bench, engine
+from d3d_jax.infer.batch import Batch
 from d3d_jax.infer.benchmark import Answer, Conversation, Point
 from d3d_jax.infer.benchmark_bench import Bench
-from d3d_jax.infer.benchmark_summary import acceptance, divergences, merged, summarise
+from d3d_jax.infer.benchmark_summary import (
+    acceptance,
+    divergences,
+    merged,
+    student_interval,
+    summarise,
+)
+from d3d_jax.infer.engine import Engine
 from d3d_jax.infer.measure import LogitGap, logit_gap
 from d3d_jax.sampling import Sampling, SamplingParams, choose
 from tests.infer.test_decoding import models, roles
@@ -74,6 +82,13 @@ def test_speeds_and_speedups_by_known_answers():
     assert found["speedup_end_to_end"]["median"] == pytest.approx(21 / 6, rel=1e-4)
     assert found["hit_rate"] == 0.25
     assert summarise(ours, None, devices=2)["speedup_decode"] is None
+    # One standard error is 1, and t(0.975) of one degree of freedom 12.706.
+    assert student_interval([1.0, 3.0]) == pytest.approx([2 - 12.706, 2 + 12.706], abs=1e-3)
+    assert found["speedup_decode"]["interval"] == student_interval([2.0, 5.0, 4.0])
+    assert summarise(ours[:1], plain[:1], 1)["speedup_decode"]["interval"] is None
+    # What a peer says with its prefill is no decoding, however many tokens they are.
+    ahead = Point([dataclasses.replace(answer([5, 2]), token_ids=list(range(11)))], 1.0, 7.0)
+    assert summarise([ahead], None, 1)["tokens_per_second_decode"]["median"] == 1.0
     both = summarise([merged(ours[:2])], [merged(plain[:2])], devices=1)
     assert both["tokens"] == 22 and both["replies"] == 2
     assert both["speedup_decode"]["median"] == pytest.approx(15 / 4.5, rel=1e-4)
@@ -133,6 +148,36 @@ def test_a_point_asks_each_turn_after_the_models_own_reply(mode, concurrency):
     assert point.compiled == 0 and point.left_out == 0
     assert point.dispatched > 0 and 0 < point.outside < point.seconds
     assert Point.from_json(dataclasses.asdict(point)) == point
+
+
+@pytest.mark.parametrize("mode, concurrency", [("plain", 1), ("async", 1), ("async", 2)])
+def test_every_moment_of_a_point_is_of_what_was_waited_for(mode, concurrency, monkeypatch):
+    """By a clock that only waiting moves: 1 s for the report of a prompt, 100 s for a round's."""
+    decoding = bench().warmed(mode, 0.0, concurrency, CONVERSATIONS)
+    clock, rounds, waited = [0.0], [], []
+    dispatch, drain = Batch.round, Engine.drain
+
+    def dispatched(self):
+        rounds.append(dispatch(self))
+        return rounds[-1]
+
+    def wait(report):
+        waited.append(any(report is one for one in rounds))
+        clock[0] += 100.0 if waited[-1] else 1.0
+
+    def drained(self):
+        before = len(waited)
+        drain(self)
+        del waited[before:]  # off the clock
+
+    monkeypatch.setattr(Batch, "round", dispatched)
+    monkeypatch.setattr(Engine, "drain", drained)
+    monkeypatch.setattr(engine.jax, "block_until_ready", wait)
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: clock[0])
+    point = bench().point(decoding, 0.0, CONVERSATIONS)
+    assert point.prefill == waited.count(False) == 6, "every turn has a prompt"
+    assert point.decode == 100 * waited.count(True) > 0
+    assert point.outside == 0 and (concurrency > 1 or point.decode == 100 * point.rounds)
 
 
 def test_a_turn_that_no_longer_fits_is_left_out_and_counted():
