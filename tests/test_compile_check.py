@@ -14,7 +14,7 @@ from d3d_jax.hlo import find_collectives
 from d3d_jax.kernels.interval_attention import compiling_for
 from tests.tiny_models import tiny_config
 
-TINY = "tiny/model"
+TINY, OTHER = "tiny/model", "tiny/other"
 SIZES = ("max_tokens=64", "max_blocks=8", "anchors_per_document=8")
 
 
@@ -22,7 +22,7 @@ SIZES = ("max_tokens=64", "max_blocks=8", "anchors_per_document=8")
 def tiny(monkeypatch):
     """A preset whose heads are as wide as the kernels need them."""
     config = tiny_config(hidden_size=128, head_dim=64, intermediate_size=256, vocab_size=512)
-    monkeypatch.setattr(presets, "PRESETS", {TINY: config})
+    monkeypatch.setattr(presets, "PRESETS", {TINY: config, OTHER: config})
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,15 @@ def four_devices(monkeypatch):
     "args, sentence",
     [
         (("--target", "nobody/model"), "no preset 'nobody/model'"),
-        (("--target", TINY, "--drafter-layers", "9"), "more than the 3 layers of tiny/model"),
+        (("--target", TINY, "--drafter-layers", "9"), "of 9 layers is more than the 3 of tiny"),
         (("--target", TINY, "--tensor", "3"), "3 devices, 4 were given|needs 3 devices"),
         (("--target", TINY, "--fsdp", "8"), "needs 8 devices, 4 were given"),
         (("--target", TINY, "--rows", "6"), "must be a multiple of 4"),
         (("--target", TINY, "no_such_setting=1"), "unknown training setting"),
         (("--target", TINY, "--config", "nothing"), "no training config 'nothing'"),
         (("--target", TINY, "--what", "decode", "steps=1"), "go with --what train"),
+        (("--target", TINY, "--what", "respond", "--teacher-layers", "3"), "go with --what train"),
+        (("--target", TINY, "--teacher-layers", "4"), "of 4 layers is more than the 3 of tiny/m"),
         (("--target", TINY, "--what", "decode", "--tp", "5"), "--tp 5 is more than the 4 devices"),
         (("--target", TINY, "--what", "decode", "--tp", "3"), "do not divide over a tensor axis"),
         (("--target", TINY, "--what", "decode", "--policy", "most"), "policy"),
@@ -171,14 +173,20 @@ def test_a_compiler_that_runs_out_of_memory_is_understood():
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("what", ["train", "decode"])
+@pytest.mark.parametrize("what", ["train", "recover", "decode", "respond"])
 def test_tiny_programs_through_the_tpu_compiler(what, tiny, capsys):
     pytest.importorskip("libtpu", reason="needs the TPU compiler: make compile-tpu")
-    args = {"train": ("--fsdp", "2", "--tensor", "2", *SIZES), "decode": ("--tp", "2")}[what]
-    options = ("--what", what, "--target", TINY, "--drafter-layers", "2", "--json", *args)
+    args = {
+        "train": ("--drafter", OTHER, "--fsdp", "2", "--tensor", "2", *SIZES),
+        "recover": ("--teacher-layers", "3", "--fsdp", "2", *SIZES),
+        "decode": ("--what", "decode", "--tp", "2"),
+        "respond": ("--what", "respond", "--tp", "2"),
+    }[what]
+    options = ("--target", TINY, "--drafter-layers", "2", "--json", *args)
     assert cli.main(["compile-check", "--topology", "v5e:2x2", *options]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert figures["chips"] == figures["devices"] == 4 and figures["drafter"]["layers"] == 2
+    assert figures["chips"] == figures["devices"] == 4
+    assert what == "respond" or figures["drafter"]["layers"] == 2
     found = {program["name"]: program for program in figures["programs"]}
     for program in found.values():
         assert 0 < program["bytes_per_device"] < 2**30 and program["kernels"] > 0
@@ -188,6 +196,15 @@ def test_tiny_programs_through_the_tpu_compiler(what, tiny, capsys):
         # The state is updated in place, and weights are gathered for each use.
         assert step["memory"]["aliased"] > 0.9 * step["memory"]["arguments"]
         assert step["collectives"]
+    elif what == "recover":
+        (step,) = found.values()
+        # The embedding, the head and a teacher of three layers are read, not updated.
+        assert step["name"] == "recovery step"
+        assert step["memory"]["aliased"] < 0.8 * step["memory"]["arguments"]
+        assert step["kernels"] > 3
+    elif what == "respond":
+        assert list(found) == ["target prefill", "target step"]
+        assert found["target step"]["collectives"]["all-reduce"]["count"] == 2 * 3 + 3
     else:
         assert found["target verify"]["kernels"] == 3
         # Two a layer, the embedding's, and two of the choice of a token.
@@ -198,10 +215,13 @@ def test_tiny_programs_through_the_tpu_compiler(what, tiny, capsys):
 @pytest.mark.tpu_compiler
 def test_the_tpu_compiler_sums_gradients_in_float32(tiny):
     pytest.importorskip("libtpu", reason="needs the TPU compiler: make compile-tpu")
-    options = CompileCheck(target=TINY, topology="v5e:2x2", fsdp=4, block_size=4, overrides=SIZES)
+    options = CompileCheck(
+        target=TINY, drafter=OTHER, topology="v5e:2x2", fsdp=4, block_size=4, overrides=SIZES
+    )
     topology = topologies.find(options.topology)
     target = presets.preset(options.target)
-    (program,) = compile_check._programs(options, target, compile_check._drafter(options), topology)
+    drafter = compile_check._drafter(options, None)
+    (program,) = compile_check._programs(options, target, drafter, topology)
     with compiling_for(topology.platform):
         found = find_collectives(program.traced.lower().compile().as_text())
     sums = [one for one in found if one.kind in ("all-reduce", "reduce-scatter")]

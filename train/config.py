@@ -12,6 +12,20 @@ from d3d_jax.errors import D3DError
 
 CONFIGS = Path(__file__).parent / "configs"
 Compute = Literal["auto", "float32", "bfloat16"]
+Export = Literal["last", "best"]
+# What an interrupted run may go on with other values of: they decide where work is done and what
+# is kept and watched, not what is trained, but for the order of sums.
+ADJUSTABLE = (
+    "micro_batches",
+    "remat",
+    "eval_every",
+    "eval_documents",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "export",
+    "spike_factor",
+    "spike_steps",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +50,8 @@ class TrainConfig:
       eval_every, eval_documents: offline τ on that many validation documents, in steps.
       checkpoint_every, keep_checkpoints: in steps, and wherever τ is measured; how many of the
         newest are kept, besides the one with the best τ.
+      export: which parameters become the drafter: the last ones, or those with the best τ that was
+        measured.
       spike_factor, spike_steps: a run is given up when its loss is above that multiple of its
         running median for so many steps; a factor of 0 lets it go on.
     """
@@ -62,6 +78,7 @@ class TrainConfig:
     eval_documents: int = 32
     checkpoint_every: int = 200
     keep_checkpoints: int = 2
+    export: Export = "last"
     spike_factor: float = 3.0
     spike_steps: int = 20
 
@@ -93,7 +110,7 @@ class TrainConfig:
             )
 
 
-_CHOICES = {"compute": get_args(Compute), "remat": get_args(Remat)}
+_CHOICES = {"compute": get_args(Compute), "remat": get_args(Remat), "export": get_args(Export)}
 # The least value of settings of which 0 makes no sense.
 _LEAST = dict.fromkeys(
     (

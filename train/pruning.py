@@ -33,9 +33,10 @@ from d3d_jax.drafter import Drafter, Params, read_drafter, save_drafter
 from d3d_jax.errors import D3DError
 from d3d_jax.files import write_json
 from d3d_jax.models import parameters, sharding
+from d3d_jax.settings import difference
 from d3d_jax.train import importance
 from d3d_jax.train.acceptance import OfflineAcceptance
-from d3d_jax.train.config import TrainConfig
+from d3d_jax.train.config import ADJUSTABLE, TrainConfig
 from d3d_jax.train.dataset import ResponseDataset
 from d3d_jax.train.distillation import MARGIN, Teacher
 from d3d_jax.train.importance import Criterion, Ranking
@@ -308,11 +309,8 @@ class _Record:
             found = json.loads(self.file.read_text())
         except (OSError, ValueError) as error:
             raise D3DError(f"{self.file} cannot be read: {error}") from None
-        if found["settings"] != self.settings:
-            raise D3DError(
-                f"{folder} holds a pruning with other settings, data or drafter; choose another "
-                "folder"
-            )
+        if other := difference(found["settings"], self.settings, ADJUSTABLE):
+            raise D3DError(f"{folder} holds a pruning with {other}; choose another folder")
         self.tau = found["tau"]
         self.steps = [Step(**step) for step in found["steps"]]
 

@@ -1,6 +1,6 @@
 """A run's folder: its settings, the metrics of its steps, its checkpoints.
 
-    config.json      what the run was started with; another run is refused
+    config.json      what the run goes by; another run is refused
     metrics.jsonl    a line a step
     tensorboard/     the same figures as curves
     checkpoints/     the newest, and the one with the best τ
@@ -23,8 +23,10 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from d3d_jax.errors import D3DError, LostProcessError
-from d3d_jax.files import write_text
+from d3d_jax.files import write_json, write_text
 from d3d_jax.processes import first_does, is_first
+from d3d_jax.settings import difference
+from d3d_jax.train.config import ADJUSTABLE
 from d3d_jax.train.curves import Curves
 from d3d_jax.train.step import State
 
@@ -33,7 +35,8 @@ class RunFolder:
     """Opens a run's folder, new or interrupted.
 
     Args:
-      settings: everything that makes the run what it is, as JSON.
+      settings: everything that makes the run what it is, as JSON types; of a run that is continued
+        those in `config.ADJUSTABLE` may be others than before.
       keep: how many of the newest checkpoints are kept.
 
     Raises:
@@ -44,26 +47,21 @@ class RunFolder:
         self.path, self._keep = path, keep
         self._metrics = path / "metrics.jsonl"
         self._curves: Curves | None = None
-        file, text = path / "config.json", json.dumps(settings, indent=2) + "\n"
+        file = path / "config.json"
+        settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
 
         def write() -> None:
             try:
                 path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise D3DError(f"cannot write the run folder {path}: {error}") from None
-            if not file.exists():
-                write_text(file, text)
+            if file.exists() and (other := difference(_settings(file), settings, ADJUSTABLE)):
+                raise D3DError(f"{path} holds a run with {other}; choose another folder")
+            write_json(file, settings)
 
         first_does(write, f"cannot write the run folder {path}")
-        try:
-            present = file.read_text()
-        except OSError as error:
-            raise D3DError(f"cannot read the run folder {path}: {error}") from None
-        if present != text:
-            raise D3DError(
-                f"{path} holds a run with other settings, data or initial drafter; choose "
-                "another folder"
-            )
+        if other := difference(_settings(file), settings):
+            raise D3DError(f"the first process of this run has {other}")
 
     @contextlib.contextmanager
     def checkpoints(self) -> Iterator[ocp.CheckpointManager]:
@@ -129,13 +127,18 @@ class RunFolder:
                 "it are whole: when there is room the same command continues from the last"
             ) from error
 
-    def restore(self, manager: ocp.CheckpointManager, like: State) -> State:
+    def restore(self, manager: ocp.CheckpointManager, like: State, best: bool = False) -> State:
         """The state of the newest checkpoint, placed as `like` is, or `like` where there is none.
+
+        Args:
+          best: of that with the best τ instead.
 
         Raises:
           D3DError: the checkpoint is damaged.
         """
-        step = manager.latest_step()
+        with self._writing():
+            manager.wait_until_finished()
+        step = manager.best_step() if best else manager.latest_step()
         if step is None:
             return like
         try:
@@ -183,6 +186,13 @@ class RunFolder:
                 f"cannot write the metrics in {self.path} ({error.strerror}); the same command "
                 "continues from the last checkpoint"
             ) from error
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise D3DError(f"cannot read {file}: {error}") from None
 
 
 def _tau(metrics: dict[str, float]) -> float:

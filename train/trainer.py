@@ -6,10 +6,11 @@ One step is `train.step`, its objective `train.objective`, the data `train.packi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,20 @@ from d3d_jax.train.step import (
 Report = Callable[[dict[str, Any]], None]
 
 
+@contextlib.contextmanager
+def _memory_sufficient() -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise D3DError(
+            "a device has too little memory for this run: give it more micro_batches, remat=full, "
+            "or more devices to split weights over; the same run continues with them "
+            f"({str(error).splitlines()[0]:.200})"
+        ) from error
+
+
 @dataclasses.dataclass
 class Trainer:
     """Trains a drafter in a run folder (`train.run_folder`) and exports it to its `drafter/`.
@@ -65,7 +80,8 @@ class Trainer:
 
     Raises:
       D3DError: rows that the mesh cannot split, limits that no response meets, a run folder of
-        other settings, or a teacher that holds arrays which the run takes over.
+        other settings, or a teacher that drafts other blocks or holds arrays which the run takes
+        over.
     """
 
     drafter: Drafter
@@ -82,6 +98,10 @@ class Trainer:
         self.mesh = sharding.model_mesh(self.mesh or sharding.make_mesh(), self.drafter.model)
         self.config = resolved(self.config, self.mesh)
         trained = split(self.drafter, self.params)[1]
+        if self.teacher is not None and _drafts(self.teacher.drafter) != _drafts(self.drafter):
+            raise D3DError(
+                "the teacher's distributions are over another vocabulary, or blocks of another size"
+            )
         if self.teacher is not None and _arrays(trained) & _arrays(self.teacher.params):
             raise D3DError(
                 "the teacher shares arrays with the parameters to train, which the run takes over: "
@@ -113,8 +133,8 @@ class Trainer:
           The exported drafter's folder.
 
         Raises:
-          D3DError: the loss left all bounds, the run was asked to stop (it is saved first), or
-            another process of it is gone.
+          D3DError: the loss left all bounds, the run was asked to stop (it is saved first), a
+            device has too little memory, or another process of it is gone.
         """
         assert self.mesh is not None
         optimizer = make_optimizer(self.config)
@@ -127,7 +147,8 @@ class Trainer:
         teacher = self._teacher(given, frozen)
         index = None if index is None else place(index, self._whole)
         asked_to_stop = noted(signal.SIGTERM, signal.SIGINT)
-        with self._folder.checkpoints() as manager, asked_to_stop as came, others_reached():
+        checkpoints, memory = self._folder.checkpoints(), _memory_sufficient()
+        with checkpoints as manager, asked_to_stop as came, others_reached(), memory:
             state = self._folder.restore(manager, state)
             gauges = Gauges(self.mesh.devices.flatten().tolist(), self.config.compute)
             loop = _Loop(self, manager, frozen, gauges, start=int(state["step"]))
@@ -144,6 +165,8 @@ class Trainer:
                     gauges.model_flops = flops.count(once.trace(state, *inputs).jaxpr)
                 state, metrics = step(state, *inputs)
                 loop.after(number, state, metrics)
+            if self.config.export == "best":
+                state = self._folder.restore(manager, state, best=True)
         return self._export({**state["params"], **frozen})
 
     def _teacher(self, given: Params, frozen: Params) -> Teacher | None:
@@ -280,6 +303,13 @@ class _Loop:
         self._folder.log(record)
         self._trainer.report(record)
         return signalled
+
+
+def _drafts(drafter: Drafter) -> tuple[Any, ...]:
+    """What two drafters must have in common for one to learn the other's distributions."""
+    own = drafter.drafter
+    shape = (own.block_size, own.label_shift, own.in_block, own.mask_token_id)
+    return (drafter.model.vocab_size, own.draft_vocab_size, *shape)
 
 
 def _arrays(params: Params) -> set[int]:

@@ -19,6 +19,7 @@ from typing import Any
 from d3d_jax.errors import D3DError
 from d3d_jax.files import write_json
 from d3d_jax.infer.benchmark import Point
+from d3d_jax.settings import difference
 
 SETTINGS_NAME, RESULT_NAME = "settings.json", "benchmark.json"
 
@@ -63,11 +64,10 @@ class MeasuredFolder:
         file = path / SETTINGS_NAME
         if not file.exists():
             write_json(file, settings, indent=1)
-        elif (other := _difference(_read(file), settings)) is not None:
-            name, theirs, ours = other
+        elif other := difference(_read(file), settings):
             raise D3DError(
-                f"{path} holds a {what} with {name} {_short(theirs)}, and this one has "
-                f"{_short(ours)}: give another --out, or the same settings to continue it"
+                f"{path} holds a {what} with {other}: give another --out, or the same settings to "
+                "continue it"
             )
 
     def holds(self, name: str) -> bool:
@@ -118,20 +118,3 @@ def _read(file: Path) -> dict[str, Any]:
         raise D3DError(f"cannot read {file}: {error.strerror}") from None
     except ValueError:
         raise D3DError(f"{file} is damaged; delete it to measure what it held again") from None
-
-
-def _difference(theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first setting that differs, with both values."""
-    for name in dict.fromkeys((*theirs, *ours)):
-        if theirs.get(name) != ours.get(name):
-            a, b = theirs.get(name), ours.get(name)
-            if isinstance(a, dict) and isinstance(b, dict):
-                inner = _difference(a, b)
-                if inner is not None:
-                    return f"{name} {inner[0]}", *inner[1:]
-            return name.replace("_", " "), a, b
-    return None
-
-
-def _short(value: Any) -> str:
-    return f"{json.dumps(value, ensure_ascii=False):.80}"

@@ -22,9 +22,12 @@ class CompileCheck:
     Attributes:
       target: Hub id of the model that decodes, or that the drafter is for.
       topology: Hardware: a TPU generation and its chips (v5e:4x4, v5p:4x4x4), or h200:8.
-      what: The train step of the drafter, or all steps of decoding.
-      drafter: Hub id of the model that the drafter is made from.
+      what: The train step of the drafter, all steps of decoding, or those of `d3d respond`.
+      drafter: Hub id of the model that the drafter is made from; one made of the target shares its
+        embedding and head.
       drafter_layers: How many of its layers the drafter has.
+      teacher_layers: In training, layers of the drafter that it is pruned from and learns from
+        (`d3d prune`).
       block_size: W of training, or of a round.
       config: Name of a shipped training config, or a YAML file.
       fsdp: In training, devices that weights are split over beside the batch.
@@ -41,9 +44,10 @@ class CompileCheck:
 
     target: Annotated[str, arg("MODEL")]
     topology: Annotated[str, arg("NAME")]
-    what: Literal["train", "decode"] = "train"
+    what: Literal["train", "decode", "respond"] = "train"
     drafter: Annotated[str | None, arg("MODEL", "the target")] = None
     drafter_layers: Annotated[int | None, arg("N", "all")] = None
+    teacher_layers: Annotated[int | None, arg("N", "it learns from responses")] = None
     block_size: int = 16
     config: Annotated[str, arg("NAME|FILE")] = "qwen3-1.7b"
     fsdp: int = 1
@@ -61,5 +65,6 @@ class CompileCheck:
         at_least(1, drafter_layers=self.drafter_layers, rows=self.rows, batch=self.batch)
         at_least(1, fsdp=self.fsdp, tensor=self.tensor, tp=self.tp, drafter_tp=self.drafter_tp)
         at_least(2, block_size=self.block_size, context=self.context)
-        if self.what == "decode" and self.overrides:
-            raise D3DError("settings of a training config go with --what train")
+        at_least(1, teacher_layers=self.teacher_layers)
+        if self.what != "train" and (self.overrides or self.teacher_layers):
+            raise D3DError("settings of a training config, and a teacher, go with --what train")

@@ -26,6 +26,7 @@ from d3d_jax.models import parameters, sharding
 from d3d_jax.models.cache import KVCache
 from d3d_jax.sampling import SamplingParams
 from d3d_jax.train.config import TrainConfig
+from d3d_jax.train.distillation import Teacher
 from d3d_jax.train.packing import build_row
 from d3d_jax.train.step import make_optimizer, make_step, state_shardings
 
@@ -59,11 +60,14 @@ def _by_rows(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(one, tree)
 
 
-def train_step(drafter: Drafter, config: TrainConfig, mesh: Mesh) -> Program:
+def train_step(
+    drafter: Drafter, config: TrainConfig, mesh: Mesh, taught_by: Drafter | None = None
+) -> Program:
     """A drafter's train step: float32 weights and moments, split as the mesh says.
 
     Args:
       mesh: of `sharding.model_mesh`.
+      taught_by: the drafter whose distributions it learns; one that shares as much of the target.
     """
     if config.compute == "auto":
         config = dataclasses.replace(config, compute="bfloat16")
@@ -79,14 +83,29 @@ def train_step(drafter: Drafter, config: TrainConfig, mesh: Mesh) -> Program:
     batch = jax.tree.map(lambda x: np.broadcast_to(x, (config.batch_rows, *x.shape)), row)
     devices = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     signals = jax.ShapeDtypeStruct((mesh.size,), jnp.int32, sharding=devices)
+    frozen = _shared(drafter, mesh, config.compute)
+    teacher = None
+    if taught_by is not None:
+        own = parameters.abstract(
+            taught_by.model, mesh, stacked=True, dtype=config.compute, drafter=taught_by.drafter
+        )
+        teacher = Teacher(taught_by, {**own, **frozen})
     step = make_step(drafter, config, optimizer, shardings)
-    return Program("train step", step.trace(state, {}, None, _by_rows(batch, mesh), signals), mesh)
+    traced = step.trace(state, frozen, None, _by_rows(batch, mesh), signals, teacher)
+    return Program("train step" if teacher is None else "recovery step", traced, mesh)
+
+
+def _shared(drafter: Drafter, mesh: Mesh, dtype: Any) -> dict[str, Any]:
+    """What a drafter has of its target."""
+    whole = parameters.abstract(drafter.model, mesh, stacked=True, dtype=dtype)
+    return {name: leaf for name, leaf in whole.items() if name in drafter.drafter.shares}
 
 
 def target_steps(
     config: ModelConfig, mesh: Mesh, *, batch: int, context: int, block_size: int
 ) -> Iterator[Program]:
-    """What a target runs: a chunk of prompts, and a round's verification; bfloat16, greedy.
+    """What a target runs: a chunk of prompts, and a round's verification or, where a block is one
+    token, a step of plain decoding; bfloat16, greedy.
 
     Args:
       mesh: of `sharding.make_mesh`.
@@ -101,7 +120,7 @@ def target_steps(
     handover = _whole(jax.ShapeDtypeStruct((batch, block_size), jnp.int32), role.mesh)
     steps = {
         "prefill": (role._prefill, _chunk(role, batch)),
-        "verify": (role._verify, handover),
+        "verify" if block_size > 1 else "step": (role._verify, handover),
     }
     for name, (step, rest) in steps.items():
         traced = step.trace(role.weights, state, settings, rest)
@@ -146,8 +165,10 @@ def drafter_steps(
 def _weights(config: ModelConfig, mesh: Mesh, drafter: Drafter | None = None) -> dict[str, Any]:
     """A role's parameters, those of a drafter if one is given."""
     mesh = sharding.model_mesh(mesh, config)
-    section = drafter and drafter.drafter
-    return parameters.abstract(config, mesh, stacked=False, drafter=section)
+    if drafter is None:
+        return parameters.abstract(config, mesh, stacked=False)
+    own = parameters.abstract(config, mesh, stacked=False, drafter=drafter.drafter)
+    return {**own, **_shared(drafter, mesh, jnp.bfloat16)}
 
 
 def _state(state: Any, mesh: Mesh) -> Any:

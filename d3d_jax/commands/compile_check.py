@@ -33,11 +33,13 @@ def run(options: CompileCheck) -> None:
     Raises:
       D3DError: bad input, or, after printing, a program that does not fit into a device.
     """
-    target, drafter = preset(options.target), _drafter(options)
+    target, drafter = preset(options.target), _drafter(options, options.drafter_layers)
     topology = topologies.find(options.topology)
     figures: dict[str, Any] = {
         "target": options.target,
-        "drafter": {"from": options.drafter or options.target, **_sizes(drafter)},
+        "drafter": None
+        if options.what == "respond"
+        else {"from": options.drafter or options.target, **_sizes(drafter)},
         "topology": topology.name,
         "platform": topology.platform,
         "chips": topology.chips,
@@ -48,7 +50,8 @@ def run(options: CompileCheck) -> None:
     if options.what == "train":
         figures["config"] = dataclasses.asdict(train_config(options, len(topology.devices)))
     else:
-        figures |= {name: getattr(options, name) for name in ("batch", "context", "policy")}
+        policy = {} if options.what == "respond" else {"policy": options.policy}
+        figures |= {"batch": options.batch, "context": options.context, **policy}
     figures["programs"] = found = []
     with compiling_for(topology.platform):
         for program in _programs(options, target, drafter, topology):
@@ -56,7 +59,7 @@ def run(options: CompileCheck) -> None:
                 needs = compile_and_measure(program.traced, program.mesh.size)
             found.append({"name": program.name, "mesh": dict(program.mesh.shape), **_json(needs)})
     print(json.dumps(figures)) if options.json else _print(figures)
-    shared = options.what != "train" and options.tp + options.drafter_tp > len(topology.devices)
+    shared = options.what == "decode" and options.tp + options.drafter_tp > len(topology.devices)
     check_budget(found, topology, shared)
 
 
@@ -64,14 +67,14 @@ def _sizes(drafter: Drafter) -> dict[str, int]:
     return {"layers": drafter.model.num_hidden_layers, "block_size": drafter.drafter.block_size}
 
 
-def _drafter(options: CompileCheck) -> Drafter:
-    """An untrained drafter of a known architecture, with weights of its own."""
-    model = preset(options.drafter or options.target)
-    layers = options.drafter_layers or model.num_hidden_layers
+def _drafter(options: CompileCheck, layers: int | None) -> Drafter:
+    """An untrained drafter of a known architecture, as `d3d init-drafter` makes it."""
+    source = options.drafter or options.target
+    model = preset(source)
+    layers = layers or model.num_hidden_layers
     if layers > model.num_hidden_layers:
         raise D3DError(
-            f"--drafter-layers {layers} is more than the {model.num_hidden_layers} layers of "
-            f"{options.drafter or options.target}"
+            f"a drafter of {layers} layers is more than the {model.num_hidden_layers} of {source}"
         )
     section = DrafterConfig(
         block_size=options.block_size,
@@ -82,7 +85,7 @@ def _drafter(options: CompileCheck) -> Drafter:
         tokenizer_fingerprint="",
         template_fingerprint="",
         source_layers=tuple(range(layers)),
-        shares=(),
+        shares=("embed", "head") if source == options.target else (),
         draft_vocab_size=None,
     )
     return Drafter(dataclasses.replace(model, num_hidden_layers=layers), section)
@@ -113,7 +116,9 @@ def _programs(
     if options.what == "train":
         mesh = sharding.make_mesh(devices, fsdp=options.fsdp, tensor=options.tensor, arrange=True)
         mesh = sharding.model_mesh(mesh, drafter.model)
-        yield programs.train_step(drafter, train_config(options, len(devices)), mesh)
+        teacher = options.teacher_layers and _drafter(options, options.teacher_layers)
+        config = train_config(options, len(devices))
+        yield programs.train_step(drafter, config, mesh, teacher or None)
         return
     policy = parse_policy(options.policy, options.block_size)
     for name in ("tp", "drafter_tp"):
@@ -123,11 +128,14 @@ def _programs(
                 f"{option} {getattr(options, name)} is more than the {len(devices)} devices of "
                 f"{topology.name}"
             )
-    if options.tp + options.drafter_tp > len(devices):
+    if options.what == "decode" and options.tp + options.drafter_tp > len(devices):
         note("target and drafter share devices here: their arguments add up")
     sizes = {"batch": options.batch, "context": options.context}
     mesh = sharding.make_mesh(devices[: options.tp], tensor=options.tp)
-    yield from programs.target_steps(target, mesh, block_size=options.block_size, **sizes)
+    block_size = options.block_size if options.what == "decode" else 1
+    yield from programs.target_steps(target, mesh, block_size=block_size, **sizes)
+    if options.what == "respond":
+        return
     mesh = sharding.make_mesh(devices[-options.drafter_tp :], tensor=options.drafter_tp)
     yield from programs.drafter_steps(drafter, policy, mesh, **sizes)
 

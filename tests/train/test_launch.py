@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from d3d_jax import cli
 from d3d_jax.commands.options import Train
@@ -60,6 +61,31 @@ def test_a_recipe_says_what_it_is_not_told(script, launch):
     done = launch(script)
     assert done.returncode != 0 and "unbound" not in done.stderr
     assert "name of the TPU slice" in done.stderr or "folder that all nodes share" in done.stderr
+
+
+def test_the_pods_of_kubernetes_meet_at_the_first_of_them(launch, tmp_path):
+    service, job = yaml.safe_load_all((LAUNCH / "gke_gpu.yaml").read_text())
+    pod, name = job["spec"]["template"]["spec"], job["metadata"]["name"]
+    assert service["metadata"]["name"] == pod["subdomain"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    (container,) = pod["containers"]
+    (script,) = container["args"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
+    for index in range(job["spec"]["completions"]):
+        file = tmp_path / "pod.sh"
+        file.write_text(script)
+        done = launch(file, JOB_COMPLETION_INDEX=str(index))
+        assert done.returncode == 0, done.stderr
+        options = cli._parse((tmp_path / "d3d.log").read_text().splitlines())
+        assert isinstance(options, Train)
+        processes = options.processes
+        assert processes.coordinator == f"{name}-0.{pod['subdomain']}:8476"
+        assert (processes.num_processes, processes.process_id) == (2, index)
+        # Two nodes of eight GPUs, one row a device.
+        assert load_config(options.config, options.overrides).micro_batches == 16
+        assert options.fsdp == container["resources"]["limits"]["nvidia.com/gpu"]
 
 
 def test_a_job_that_was_ended_goes_back_into_the_queue(launch, tmp_path):

@@ -118,7 +118,7 @@ def test_pruning_to_a_depth_and_continuing_after_an_interruption(home, tmp_path)
     ]
     jax.tree.map(np.testing.assert_array_equal, *(params for _, params in drafters))
     assert drafters[0][0].drafter.pruned_layers == gone == tuple(s.removed for s in whole.steps)
-    with pytest.raises(D3DError, match="other settings"):
+    with pytest.raises(D3DError, match="pruning with pruning layers 2, and this one has 1"):
         pruned(home, tmp_path / "a", training, layers=1)
 
 

@@ -31,9 +31,6 @@ def dataset(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("data"))
 
 
-# A run compiles the same step as the one before it.
-
-
 def records(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -136,6 +133,30 @@ def test_the_newest_and_the_best_checkpoint_are_kept(tmp_path, dataset, monkeypa
         assert sorted(manager.all_steps()) == [4, 6]
 
 
+def test_the_best_can_be_exported_and_what_is_not_trained_by_may_change(
+    tmp_path, dataset, monkeypatch
+):
+    taus = iter([1.5, 3.0, 2.0])
+    measured = types.SimpleNamespace(summary=lambda: {"tau": next(taus)})
+    monkeypatch.setattr(trainers.OfflineAcceptance, "measure", lambda *_: measured)
+
+    def stop(metrics):
+        if metrics["step"] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(D3DError, match="stopped by SIGINT"):
+        make_trainer(tmp_path, dataset, stop, eval_every=2).train()
+    # Measured after 2 steps, and then after 5 and 6.
+    changes = dict(eval_every=1, remat="full", checkpoint_every=5, export="best")
+    out = make_trainer(tmp_path, dataset, **changes).train()
+    settings = json.loads((tmp_path / "config.json").read_text())["train"]
+    assert settings["remat"] == "full" and settings["export"] == "best"
+    with ocp.StandardCheckpointer() as checkpointer:
+        path = (tmp_path / "checkpoints/5/default").absolute()
+        best = checkpointer.restore(path)["params"]["norm"]
+    np.testing.assert_array_equal(weights(out)["norm"], best.astype(jnp.bfloat16))
+
+
 def test_a_run_that_diverges_stops_and_leaves_both_states(tmp_path, dataset):
     message = r"loss is nan .* step 2; the state is in .*diverged/2, .*; lower learning_rate"
     changes = dict(learning_rate=1e30, warmup_steps=0, clip_norm=1e30, checkpoint_every=1)
@@ -180,6 +201,19 @@ def test_a_full_disk_ends_a_run_in_one_sentence_and_loses_nothing(tmp_path, data
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_too_little_memory_ends_a_run_in_one_sentence(tmp_path, dataset, monkeypatch):
+    def make_step(*_):
+        def step(*_):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 9 bytes.\nat")
+
+        step.trace = lambda *_: types.SimpleNamespace(jaxpr=jax.make_jaxpr(jnp.sin)(1.0).jaxpr)
+        return step
+
+    monkeypatch.setattr(trainers, "make_step", make_step)
+    with pytest.raises(D3DError, match=r"more micro_batches, .* \(RESOURCE_EXHAUSTED: .* bytes.\)"):
+        make_trainer(tmp_path, dataset).train()
+
+
 def test_metrics_that_cannot_be_written_end_a_run(tmp_path, dataset, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
@@ -198,9 +232,9 @@ def test_the_export_drops_temperatures_of_other_parameters(tmp_path, dataset):
 
 def test_settings_and_devices_are_checked_first(tmp_path, dataset):
     make_trainer(tmp_path / "run", dataset)
-    with pytest.raises(D3DError, match="other settings"):
+    with pytest.raises(D3DError, match=r"run with train learning rate 0.01, and this .* 0.5; cho"):
         make_trainer(tmp_path / "run", dataset, learning_rate=0.5)
-    with pytest.raises(D3DError, match="initial drafter"):
+    with pytest.raises(D3DError, match="run with initial parameters"):
         make_trainer(tmp_path / "run", dataset, seed=1)
     with pytest.raises(D3DError, match="multiple of the 2 devices that rows"):
         make_trainer(tmp_path / "other", dataset, batch_rows=1)
@@ -217,6 +251,10 @@ def test_a_teacher_holds_no_array_that_the_run_takes_over(tmp_path, dataset):
 
     with pytest.raises(D3DError, match="give it copies"):
         taught({**trainer.params, "norm": params["norm"]})
+    other = dataclasses.replace(trainer.drafter.drafter, block_size=2)
+    with pytest.raises(D3DError, match="another vocabulary, or blocks of another size"):
+        teacher = Teacher(dataclasses.replace(trainer.drafter, drafter=other), trainer.params)
+        dataclasses.replace(trainer, teacher=teacher)
     # What is not trained may be the same.
     assert taught({**trainer.params, "embed": params["embed"]}).teacher
 
