@@ -5,12 +5,14 @@ TensorFlow is never imported and no network is touched. Packing into rows is `tr
 
     DIR/dataset_info.json, features.json, *.array_record-*   what TFDS writes and reads
     DIR/metadata.json                                        {"manifest": ...} of the responses
-    DIR/lengths.npz                                          per split: total, prompt, index, task
+    DIR/lengths.npz                                          per split: total, prompt, index, task,
+                                                             and the sha256 of all token ids
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import tempfile
@@ -27,6 +29,7 @@ from d3d_jax.train.responses import SPLITS, Manifest, read_manifest, read_respon
 LENGTHS_NAME = "lengths.npz"
 _INFO_NAME = "dataset_info.json"
 _TABLES = {"total": np.int32, "prompt": np.int32, "index": np.int64, "task": np.str_}
+_DIGEST = "sha256"
 
 
 class Lengths(NamedTuple):
@@ -86,7 +89,8 @@ class ResponseDataset:
     """One split of a built dataset, by position; opened with `open_dataset`.
 
     `dataset[i]` is `{"tokens": int32 [T], "prompt_length": int}`. Without reading any record:
-    `lengths` (see `Lengths`), `indices` (int64, the responses' own indices), `tasks` (text).
+    `lengths` (see `Lengths`), `indices` (int64, the responses' own indices), `tasks` (text),
+    `digest` (sha256 of what the documents are, in their order).
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class ResponseDataset:
         self.lengths = Lengths(tables["total"], tables["prompt"])
         self.indices = tables["index"]
         self.tasks = tables["task"]
+        self.digest = str(tables[_DIGEST])
         self._source = source
 
     def __len__(self) -> int:
@@ -221,16 +226,19 @@ def _write_lengths(folder: Path) -> None:
     builder: Any = tfds.builder_from_directory(str(folder))
     tables: dict[str, np.ndarray] = {}
     for split in builder.info.splits:
-        rows = [
-            (len(r["tokens"]), int(r["prompt_length"]), int(r["index"]), r["task"].decode())
-            for r in builder.as_data_source(split=split)
-        ]
+        rows, digest = [], hashlib.sha256()
+        for record in builder.as_data_source(split=split):
+            sizes = len(record["tokens"]), int(record["prompt_length"])
+            rows.append((*sizes, int(record["index"]), record["task"].decode()))
+            digest.update(np.array(sizes, "<i4").tobytes())
+            digest.update(record["tokens"].astype("<i4").tobytes())
         columns = zip(*rows, strict=True)
         for (name, dtype), column in zip(_TABLES.items(), columns, strict=True):
             tables[f"{split}/{name}"] = np.array(column, dtype)
+        tables[f"{split}/{_DIGEST}"] = np.array(digest.hexdigest())
     np.savez_compressed(folder / LENGTHS_NAME, allow_pickle=False, **tables)
 
 
 def _read_lengths(folder: Path, split: str) -> dict[str, np.ndarray]:
     with np.load(folder / LENGTHS_NAME, allow_pickle=False) as file:
-        return {name: file[f"{split}/{name}"] for name in _TABLES}
+        return {name: file[f"{split}/{name}"] for name in (*_TABLES, _DIGEST)}

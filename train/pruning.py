@@ -289,7 +289,7 @@ class Pruning:
             "training": dataclasses.asdict(self.training),
             "model": dataclasses.asdict(self.drafter.model),
             "drafter": dataclasses.asdict(self.drafter.drafter),
-            "data": {"documents": len(self.dataset), **self.dataset.manifest.to_json()},
+            "data": {"sha256": self.dataset.digest, **self.dataset.manifest.to_json()},
             "parameters": fingerprint(split(self.drafter, self.params)[1]),
         }
 

@@ -121,7 +121,7 @@ class Trainer:
             "train": dataclasses.asdict(self.config),
             "model": dataclasses.asdict(self.drafter.model),
             "drafter": dataclasses.asdict(self.drafter.drafter),
-            "data": {"documents": len(self.dataset), **self.dataset.manifest.to_json()},
+            "data": {"sha256": self.dataset.digest, **self.dataset.manifest.to_json()},
             "initial_parameters": fingerprint(split(self.drafter, self.params)[1]),
             "teacher": taught,
         }

@@ -54,6 +54,8 @@ def run(options: Prune) -> None:
     console, report = Console(highlight=False), dataclasses.asdict(outcome)
     if not options.json:
         console.print(table(outcome.tau, outcome.steps))
+        if options.by in ("tau", "kl"):
+            console.print(candidates(options.by, outcome.steps))
     if options.speed:
         depths = _speeds(options, pruning, outcome)
         report["depths"] = [dataclasses.asdict(depth) for depth in depths]
@@ -97,4 +99,17 @@ def table(tau: float, steps: list[Step]) -> Table:
             f"{step.ranking_seconds:.0f} s",
             f"{step.recovery_seconds:.0f} s",
         )
+    return found
+
+
+def candidates(criterion: str, steps: list[Step]) -> Table:
+    """What every removal would have come to, step by step."""
+    score = "τ" if criterion == "tau" else "negative KL"
+    found = Table("layers", title=f"{score} without each layer")
+    layers = list(steps[0].candidates)
+    for layer in layers:
+        found.add_column(layer, justify="right")
+    for step in steps:
+        scores = (step.candidates.get(layer) for layer in layers)
+        found.add_row(str(step.depth), *("" if s is None else f"{s:.3f}" for s in scores))
     return found

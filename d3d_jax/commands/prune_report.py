@@ -154,12 +154,17 @@ def table(depths: list[Depth]) -> Table:
 
 
 def draw(depths: list[Depth], path: Path) -> None:
-    """τ and speedups against depth."""
-    with picture(path, (10, 4.2)) as figure:
-        left, right = figure.subplots(1, 2)
+    """τ, draft times and speedups against depth."""
+    with picture(path, (14, 4.2)) as figure:
+        left, middle, right = figure.subplots(1, 3)
         layers = [depth.layers for depth in depths]
         left.plot(layers, [depth.tau for depth in depths], "o-")
         left.set(xlabel="layers of the drafter", ylabel="τ", title="Acceptance length")
+        middle.plot(layers, [depth.draft_ms for depth in depths], "o-", label="T_d of sync")
+        middle.plot(layers, [depth.prepare_ms for depth in depths], "o-", label="T_p, packed")
+        middle.set(xlabel="layers of the drafter", ylabel="ms", title="Time of a draft")
+        middle.set_ylim(bottom=0)
+        middle.legend()
         for name in ("sync", "async"):
             right.plot(layers, [depth.measured[name] for depth in depths], "o-", label=name)
         if all("separate" in depth.predicted for depth in depths):
@@ -167,5 +172,5 @@ def draw(depths: list[Depth], path: Path) -> None:
             right.plot(layers, separate, "o--", label="async on its own devices, predicted")
         right.set(xlabel="layers of the drafter", ylabel="×", title="Speedup over plain decoding")
         right.legend()
-        for axes in (left, right):
+        for axes in (left, middle, right):
             axes.set_xticks(layers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
 import subprocess
 import sys
@@ -104,6 +106,28 @@ def test_the_order_of_making_does_not_matter(tmp_path: Path, built: Path) -> Non
         np.testing.assert_array_equal(first.indices, second.indices)
         for position in range(len(first)):
             np.testing.assert_array_equal(first[position]["tokens"], second[position]["tokens"])
+        assert first.digest == second.digest
+
+
+def test_a_digest_tells_one_token_and_where_a_prompt_ends(tmp_path: Path, built: Path) -> None:
+    def digest(index: int, **changes: list[int]) -> str:
+        made = make_responses()
+        made[index] = dataclasses.replace(made[index], **changes)
+        folder = store(tmp_path / f"{len(list(tmp_path.iterdir()))}", made)
+        return open_dataset(build_dataset(folder, folder / "set"), "train").digest
+
+    first = next(r for r in make_responses() if r.split == "train")
+    at, said = make_responses().index(first), first.response_ids
+    other = digest(at, response_ids=[said[0] % 90 + 4, *said[1:]])
+    moved = digest(at, prompt_ids=[*first.prompt_ids, said[0]], response_ids=said[1:])
+    opened = open_dataset(built, "train")
+    assert len({opened.digest, other, moved}) == 3
+    documents = (opened[position] for position in range(len(opened)))
+    held = b"".join(
+        np.array([len(d["tokens"]), d["prompt_length"], *d["tokens"]], "<i4").tobytes()
+        for d in documents
+    )
+    assert opened.digest == hashlib.sha256(held).hexdigest()
 
 
 def test_the_folder_is_plain_tfds(built: Path) -> None:

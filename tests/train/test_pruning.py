@@ -1,11 +1,13 @@
 import dataclasses
 import functools
 import json
+import resource
 
 import jax
 import numpy as np
 import pytest
 
+from d3d_jax.commands.prune import candidates
 from d3d_jax.drafter import read_drafter
 from d3d_jax.errors import D3DError
 from d3d_jax.models import checkpoint_writing
@@ -14,8 +16,8 @@ from d3d_jax.train import importance
 from d3d_jax.train.acceptance import OfflineAcceptance
 from d3d_jax.train.dataset import open_dataset
 from d3d_jax.train.distillation import Teacher
-from d3d_jax.train.pruning import PruneConfig, Pruning, layers_left, without
-from tests.tiny_models import tiny_config, tiny_drafter, tiny_params
+from d3d_jax.train.pruning import PruneConfig, Pruning, Step, layers_left, without
+from tests.tiny_models import Documents, tiny_config, tiny_drafter, tiny_params
 from tests.train.tiny_runs import CONFIG, make_dataset
 
 DEPTH = 4
@@ -92,17 +94,19 @@ def test_the_divergence_from_the_teacher_ranks_layers(home, vocab):
 
 
 @pytest.mark.slow
-def test_pruning_to_a_depth_and_continuing_after_an_interruption(home, tmp_path):
-    class Interrupted(Exception):
-        pass
+def test_pruning_to_a_depth_and_continuing_after_a_full_disk(home, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def stop(doing, metrics):
-        if doing == "recovering 2 layers" and metrics["step"] == 4:
-            raise Interrupted
+    def fill(doing, metrics):
+        if doing == "recovering 2 layers" and metrics["step"] == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
 
     training = dataclasses.replace(CONFIG, batch_rows=1)
-    with pytest.raises(Interrupted):
-        pruned(home, tmp_path / "a", training, stop).run()
+    try:
+        with pytest.raises(D3DError, match="no checkpoint can be written"):
+            pruned(home, tmp_path / "a", training, fill).run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     first = json.loads((tmp_path / "a/pruning.json").read_text())["steps"]
     assert [step["depth"] for step in first] == [3]
     outcome = pruned(home, tmp_path / "a", training).run()
@@ -122,6 +126,31 @@ def test_pruning_to_a_depth_and_continuing_after_an_interruption(home, tmp_path)
         pruned(home, tmp_path / "a", training, layers=1)
 
 
+@pytest.mark.parametrize("criterion, recovery", [("kl", "plain"), ("last", "responses")])
+def test_the_alternatives_recover_from_what_they_name(criterion, recovery, home, tmp_path):
+    """One step without warm-up: what it changes tells what it learnt from."""
+    training = dataclasses.replace(CONFIG, batch_rows=1, steps=1, warmup_steps=0, eval_every=1)
+    changes = dict(layers=3, criterion=criterion, recovery=recovery, documents=1)
+    outcome = pruned(home, tmp_path, training, **changes).run()
+    assert outcome.exported == 3
+    taught = json.loads((tmp_path / "depth-3/config.json").read_text())["teacher"]
+    assert (taught is None) == (recovery == "responses")
+    if taught is not None:
+        assert taught["margin"] is None and max(outcome.steps[0].candidates.values()) < 0
+    else:
+        assert outcome.steps[0].removed == DEPTH - 1
+
+
+def test_no_validation_responses_are_refused_before_anything_is_written(home, tmp_path):
+    _, _, drafter, own = models()
+    train, empty = open_dataset(home / "dataset", "train"), Documents([])
+    config, mesh = PruneConfig(layers=2), make_mesh(jax.devices()[:1])
+    arguments = drafter, own, config, CONFIG, train, empty, home / "target", tmp_path / "out"
+    with pytest.raises(D3DError, match="validation split is empty"):
+        Pruning(*arguments, mesh=mesh)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_depth_that_loses_too_much_is_not_exported(home, tmp_path, monkeypatch):
     taus = iter([2.0, 1.9, 1.99, 1.5, 1.9])  # unpruned; removed, recovered; removed, recovered
     monkeypatch.setattr(Pruning, "_tau", lambda self, drafter, params: next(taus))
@@ -134,6 +163,20 @@ def test_a_depth_that_loses_too_much_is_not_exported(home, tmp_path, monkeypatch
 def test_an_impossible_depth_is_refused(home, tmp_path):
     with pytest.raises(D3DError, match="4 layers: the depth"):
         pruned(home, tmp_path, layers=4)
+
+
+def test_the_table_of_candidates_goes_by_layers_of_the_unpruned_drafter():
+    steps = [
+        Step(2, 1, 1.0, 1.5, 0.0, 0.0, {"0": 1.25, "1": 1.5, "2": 1.0}),
+        Step(1, 0, 1.0, 1.5, 0.0, 0.0, {"0": 1.125, "2": 1.0}),
+    ]
+    found = candidates("tau", steps)
+    assert [[column.header, *column.cells] for column in found.columns] == [
+        ["layers", "2", "1"],
+        ["0", "1.250", "1.125"],
+        ["1", "1.500", ""],
+        ["2", "1.000", "1.000"],
+    ]
 
 
 def test_layers_are_named_as_in_the_unpruned_drafter():

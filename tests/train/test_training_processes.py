@@ -168,12 +168,21 @@ def alone(folder):
     return final_state(folder, "alone")
 
 
+# How a process says that another is gone: in our words, or in JAX's as it aborts.
+GONE = (
+    "another process of this run",
+    "another task died",
+    "leader/coordinator",
+)
+
+
 def assert_near(got, expected):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max()),
-        got["params"],
-        expected["params"],
-    )
+    """Of every array the difference is at most 1e-5 of it, in norm."""
+
+    def one(a, b):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+    jax.tree.map(one, got["params"], expected["params"])
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -193,14 +202,15 @@ def test_two_processes_train_as_one_through_a_stop_and_a_death(folder, alone):
         both.children[1].send_signal(signal.SIGTERM)
         assert both.wait() == [143, 143], both.said()
         assert both.said().count("stopped by SIGTERM at step") == 2
-    # The death of one ends the other.
-    with Processes(folder, "broken", 2) as both:
-        both.wait_for_step(10)
-        both.children[1].kill()
-        assert both.wait()[0] not in (0, -signal.SIGKILL), both.said()
-        # JAX says so where the other was missed outside of a step, while files were written.
-        said = both.logs[0].read_text()
-        assert "another process of this run has ended" in said or "another task died" in said
+    # The death of one ends the other; the first of them holds the coordinator.
+    for victim, step in ((1, 10), (0, 14)):
+        with Processes(folder, "broken", 2) as both:
+            both.wait_for_step(step)
+            both.children[victim].kill()
+            assert both.wait()[1 - victim] not in (0, -signal.SIGKILL), both.said()
+            # JAX says so where the other was missed outside of a step, while files were written.
+            said = both.logs[1 - victim].read_text()
+            assert any(how in said for how in GONE), said
     with Processes(folder, "broken", 2) as both:
         assert both.wait() == [0, 0], both.said()
     jax.tree.map(
@@ -213,8 +223,8 @@ def test_two_processes_train_as_one_through_a_stop_and_a_death(folder, alone):
 def test_four_processes_as_slurm_starts_them_are_continued_by_one_on_another_mesh(folder, alone):
     with Processes(folder, "slurm", 4, slurm(4)) as four:
         four.wait_for_step(CHANGES["steps"] // 2)
-        four.children[2].send_signal(signal.SIGTERM)
-        assert four.wait() == [143] * 4, four.said()
+        four.children[2].send_signal(signal.SIGINT)
+        assert four.wait() == [130] * 4, four.said()
     with Processes(folder, "slurm", 1) as one:
         assert one.wait() == [0], one.said()
     assert_near(final_state(folder, "slurm"), alone)
