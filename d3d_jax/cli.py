@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 2: something the user can mend, said in one line on stderr; errors in the options
     themselves exit so from inside tyro. 130: Ctrl-C, 143: SIGTERM, after saving where there is
-    something to save. 141: whoever read the output went away.
+    something to save. 75: another process of the run is gone, the same command in all of them
+    continues. 141: whoever read the output went away.
     """
     try:
         with _interrupts_kept():

@@ -16,4 +16,9 @@ class StoppedError(D3DError):
 
 
 class LostProcessError(D3DError):
-    """Another process of the same run is gone: nothing that waits for it may be called any more."""
+    """Another process of the same run is gone: nothing that waits for it may be called any more.
+
+    It ends with the status that says to try again (EX_TEMPFAIL of sysexits.h).
+    """
+
+    exit_status = 75

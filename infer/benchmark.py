@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import datetime
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -73,31 +74,33 @@ class Point:
     """What decoding some conversations came to.
 
     Every moment is either prefill or decoding: it belongs to the report that was waited for next,
-    one of a prompt that has been read or one of a round.
+    one of a piece of a prompt or one of a round (`replies.Timing`).
 
     Attributes:
       prefill, decode: seconds of the host's clock; together the whole time.
       outside: seconds in which the benchmark itself worked, between the engine's steps; those
-        between two requests that are alone are in no other time.
-      host: seconds in which the engine dispatched rounds and handled reports.
+        between two requests that are alone are in no other time. None of a peer.
+      host: seconds in which the engine dispatched rounds and handled reports; None of a peer.
       rounds: of the whole batch that emitted something.
       dispatched: rounds, those included that were dispatched past an end.
-      compiled: programs that were compiled meanwhile; warmed up, none.
+      compiled: programs that were compiled meanwhile; warmed up, none. None of a peer.
       left_out: turns whose prompt had become longer than the model reads.
       peak_bytes: the most that each device has held since the process began, whatever was measured
         before; None where it does not say.
+      began: when, in UTC.
     """
 
     answers: list[Answer] = dataclasses.field(default_factory=list)
     prefill: float = 0.0
     decode: float = 0.0
-    outside: float = 0.0
-    host: float = 0.0
+    outside: float | None = 0.0
+    host: float | None = 0.0
     rounds: int = 0
     dispatched: int = 0
-    compiled: int = 0
+    compiled: int | None = 0
     left_out: int = 0
     peak_bytes: list[int | None] = dataclasses.field(default_factory=list)
+    began: str = ""
 
     @property
     def seconds(self) -> float:
@@ -152,16 +155,18 @@ class _Run:
         )
         # By the engine's number: an answer and when it was submitted.
         self.asked: dict[int, tuple[Answer, float]] = {}
-        self.result = Point()
+        self.result = Point(began=utc_now())
 
     def point(self) -> Point:
-        """Runs to the end."""
+        """Runs to the end.
+
+        Rounds that were dispatched past a last reply's end are nobody's time: they are let run out.
+        """
         result, engine = self.result, self.engine
         last = time.perf_counter()
         while self.waiting or engine.unfinished:
             if not engine.unfinished:
                 result.outside += time.perf_counter() - last
-                # Rounds that were dispatched past the last end are nobody's time.
                 engine.drain()
                 last = time.perf_counter()
             self._submit()
@@ -169,14 +174,13 @@ class _Run:
             said = engine.step()
             now = time.perf_counter()
             read_prompt = [self._book(number, new, now) for number, new in said]
-            if any(read_prompt):
-                result.prefill += now - last
-            else:
-                result.decode += now - last
-                result.rounds += bool(said)
+            result.rounds += bool(said) and not any(read_prompt)
             result.outside += began - last
             last = now
-        result.host, result.dispatched = engine.timing.host, engine.timing.rounds
+        engine.drain()  # or what comes next would share the devices with it
+        timing = engine.timing
+        result.prefill, result.decode, result.host = timing.prefill, timing.decode, timing.host
+        result.dispatched = timing.rounds
         result.answers.sort(key=lambda answer: (answer.conversation, answer.turn))
         result.peak_bytes = peak_bytes(self.decoder)
         return result
@@ -237,6 +241,11 @@ def warm_up_prompts(
         longest = min(longest, decoder.limit - 1)
         found += [[0] * rows for rows in CHUNKS if rows < longest] + [[0] * longest]
     return found
+
+
+def utc_now() -> str:
+    """To the second, as ISO 8601 writes it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def peak_bytes(decoder: Decoder) -> list[int | None]:

@@ -7,18 +7,21 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from d3d_jax.config import DecodeConfig, Miss, Mode
 from d3d_jax.infer.benchmark import Chat, Conversation, Point, measure, warm_up_prompts
+from d3d_jax.infer.benchmark_peer import PEERS
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.measure import (
     measure_steps,
     measure_verify,
-    or_out_of_memory,
     share_hardware,
 )
 from d3d_jax.infer.target import Target
 from d3d_jax.infer.timeline import Span, trace
+from d3d_jax.memory import or_out_of_memory
 from d3d_jax.sampling import SamplingParams
 
 # The longest reply that is traced: some rounds, which a plot has room for.
@@ -46,6 +49,18 @@ class Bench:
     def shared(self) -> bool:
         """Whether both roles run on the same hardware."""
         return self.drafter is not None and share_hardware(self.target, self.drafter)
+
+    def roles(self) -> dict[str, Any]:
+        """Type and devices of the target and the drafter."""
+        roles = {"target": self.target, "drafter": self.drafter}
+        return {
+            name: {
+                "dtype": jnp.dtype(role.dtype).name,
+                "devices": [str(device) for device in role.mesh.devices.flat],
+            }
+            for name, role in roles.items()
+            if role is not None
+        }
 
     def params(self, temperature: float, number: int) -> SamplingParams:
         """Settings of a conversation, by its index in its task."""
@@ -114,7 +129,9 @@ class Bench:
         return or_out_of_memory(lambda: trace(reply))
 
     def devices(self, mode: str) -> int:
-        """How many pieces of hardware a mode uses; a CPU's devices are one machine."""
+        """How many pieces of hardware a mode uses: a peer one, and a CPU's devices are one."""
+        if mode in PEERS:
+            return 1
         used = set(self.target.sharding.device_set)
         if self.drafter is not None and mode in ("sync", "async"):
             used |= self.drafter.sharding.device_set

@@ -13,20 +13,32 @@ from pathlib import Path
 from typing import Any
 
 from d3d_jax.errors import D3DError
-from d3d_jax.infer.benchmark import Answer, Chat, Conversation, Point
+from d3d_jax.infer.benchmark import Answer, Chat, Conversation, Point, utc_now
 
 # Modes, and how many tokens each looks up at most.
 PEERS: Mapping[str, int | None] = {"torch": None, "torch-lookup": 10}
 
 
-def peer_versions() -> dict[str, str]:
-    """Versions of torch and transformers (`D3DError` where one is not installed)."""
+def peer_machine(platform: str) -> dict[str, Any]:
+    """Versions of torch and transformers, and what they run on.
+
+    Args:
+      platform: of the target's devices, which the peer must have, too.
+
+    Raises:
+      D3DError: one is not installed, or torch finds no such device.
+    """
     try:
-        return {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    except importlib.metadata.PackageNotFoundError as error:
+        found = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+        import torch
+    except (importlib.metadata.PackageNotFoundError, ModuleNotFoundError) as error:
         raise D3DError(
             f'--peer needs {error.name}, which is not installed: pip install -e ".[dev]"'
         ) from None
+    if platform not in ("cpu", "gpu") or (platform == "gpu" and not torch.cuda.is_available()):
+        raise D3DError(f"--peer compares on the same hardware, and torch finds no {platform}")
+    device = "cpu" if platform == "cpu" else torch.cuda.get_device_name()
+    return found | {"torch_device": device, "torch_threads": torch.get_num_threads()}
 
 
 class _Clock:
@@ -50,16 +62,23 @@ class TorchPeer:
       folder: Hugging Face folder.
       dtype: name of a type that both have.
       limit: longest prompt and reply together.
+      platform: "cpu" or "gpu".
     """
 
     def __init__(
-        self, folder: Path, dtype: str, stop_ids: Sequence[int], max_new_tokens: int, limit: int
+        self,
+        folder: Path,
+        dtype: str,
+        stop_ids: Sequence[int],
+        max_new_tokens: int,
+        limit: int,
+        platform: str,
     ):
         import torch
         import transformers
 
         self._torch, self.limit, self.max_new_tokens = torch, limit, max_new_tokens
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = {"cpu": "cpu", "gpu": "cuda"}[platform]
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, torch_dtype=getattr(torch, dtype)
         )
@@ -71,9 +90,15 @@ class TorchPeer:
         for mode in PEERS:
             self._generate(mode, [1, 2, 3], 4)  # what is slow once is not timed
 
-    def point(self, mode: str, conversations: Sequence[Conversation], chat: Chat) -> Point:
-        """Decodes conversations one after another, as `benchmark.measure` does."""
-        point = Point(peak_bytes=[None])
+    def point(self, mode: str, conversations: Sequence[Conversation], chat: Chat) -> Point | str:
+        """Decodes conversations one after another, or says why there was too little memory."""
+        try:
+            return self._point(mode, conversations, chat)
+        except self._torch.OutOfMemoryError as error:
+            return f"out of memory: {str(error).splitlines()[0]:.300}"
+
+    def _point(self, mode: str, conversations: Sequence[Conversation], chat: Chat) -> Point:
+        point = Point(outside=None, host=None, compiled=None, peak_bytes=[None], began=utc_now())
         for number, conversation in enumerate(conversations):
             replies: list[list[int]] = []
             for turn in range(len(conversation.turns)):
@@ -87,7 +112,7 @@ class TorchPeer:
                 point.answers.append(answer)
                 point.prefill += answer.first_seconds
                 point.decode += answer.seconds - answer.first_seconds
-                point.dispatched += len(answer.rounds)
+                point.rounds += len(answer.rounds)
         return point
 
     def _answer(self, mode: str, prompt: list[int]) -> Answer:

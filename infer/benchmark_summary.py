@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit
 
+from d3d_jax import intervals
 from d3d_jax.infer.benchmark import Answer, Point
-from d3d_jax.infer.measure import Spread, logit_gap, or_out_of_memory
+from d3d_jax.infer.measure import Spread, logit_gap
 from d3d_jax.infer.target import Target
+from d3d_jax.memory import or_out_of_memory
 from d3d_jax.sampling import SamplingParams
 
 # Where the ranges of positions in a reply begin that τ is told apart by.
@@ -33,7 +34,9 @@ DEFINITIONS = (
     "Figures are medians over the repeats, the modes taking turns (time to first token: over all "
     "replies). A speedup is the median of the ratios to plain decoding within each repeat. An "
     "interval is the 95 % one of the mean by Student's t over the repeats of one run: another run "
-    "on this machine, left as it is, should find an interval that overlaps it.",
+    "on this machine, left as it is, should find one that overlaps it. It says nothing of other "
+    "prompts: the repeats decode the same ones with the same seeds, and say the same. The interval "
+    "of τ is the 95 % one over replies (bootstrap).",
     "Peak memory is a device's since the process began: later rows hold what earlier ones did.",
 )
 
@@ -64,11 +67,12 @@ def merged(points: Sequence[Point]) -> Point:
     total = Point()
     for point in points:
         total.answers += point.answers
-        for name in ("prefill", "decode", "outside", "host"):
+        for name in ("prefill", "decode", "rounds", "dispatched", "left_out"):
             setattr(total, name, getattr(total, name) + getattr(point, name))
-        for name in ("rounds", "dispatched", "compiled", "left_out"):
-            setattr(total, name, getattr(total, name) + getattr(point, name))
-        total.peak_bytes = point.peak_bytes  # the highest so far: it only grows
+    for name in ("outside", "host", "compiled"):
+        values = [getattr(point, name) for point in points]
+        setattr(total, name, None if None in values else sum(values))
+    total.peak_bytes = _highest([point.peak_bytes for point in points])
     return total
 
 
@@ -80,20 +84,21 @@ def summarise(points: Sequence[Point], plain: Sequence[Point] | None, devices: i
       plain: of plain decoding in the same repeats; None: it was not run.
       devices: pieces of hardware that the mode used.
     """
-    answers = [answer for point in points for answer in point.answers]
+    # Every repeat says the same.
+    answers = points[0].answers
     chances = sum(answer.chances for answer in answers)
-    decode, whole = _speeds(points)
-    plain_decode, plain_whole = _speeds(plain or [])
+    decode, whole = speeds(points)
+    plain_decode, plain_whole = speeds(plain or [])
     return {
-        "replies": len(points[0].answers),
+        "replies": len(answers),
         "tokens": _tokens(points[0]),
-        "cut_by_limit": sum(a.finish_reason == "length" for a in points[0].answers),
+        "cut_by_limit": sum(a.finish_reason == "length" for a in answers),
         "left_out": points[0].left_out,
         **acceptance(answers),
         "hit_rate": round(sum(a.hits for a in answers) / chances, 4) if chances else None,
         "prefill_seconds": _repeated([p.prefill for p in points]),
         "decode_seconds": _repeated([p.decode for p in points]),
-        "first_token_seconds": _spread([a.first_seconds for a in answers]),
+        "first_token_seconds": _spread([a.first_seconds for p in points for a in p.answers]),
         "tokens_per_second_decode": _repeated(decode),
         "tokens_per_second_end_to_end": _repeated(whole),
         "devices": devices,
@@ -101,13 +106,29 @@ def summarise(points: Sequence[Point], plain: Sequence[Point] | None, devices: i
         "speedup_decode": _ratios(decode, plain_decode),
         "speedup_end_to_end": _ratios(whole, plain_whole),
         "round_ms": _repeated([1e3 * p.decode / max(p.rounds, 1) for p in points]),
-        "host_ms_per_round": _repeated([1e3 * p.host / max(p.dispatched, 1) for p in points]),
-        "benchmark_overhead": round(
-            sum(p.outside for p in points) / max(sum(p.decode for p in points), 1e-9), 5
-        ),
-        "compiled_while_timed": sum(p.compiled for p in points),
-        "peak_bytes": points[-1].peak_bytes,
+        **_own_work(points),
+        "peak_bytes": _highest([p.peak_bytes for p in points]),
     }
+
+
+def _own_work(points: Sequence[Point]) -> dict[str, Any]:
+    """What the host did meanwhile; of a peer nobody knows."""
+    names = ("host_ms_per_round", "benchmark_overhead", "compiled_while_timed")
+    host, outside, compiled = (
+        [value for p in points if (value := getattr(p, name)) is not None]
+        for name in ("host", "outside", "compiled")
+    )
+    if not host:
+        return dict.fromkeys(names)
+    per_round = [1e3 * h / max(p.dispatched, 1) for h, p in zip(host, points, strict=True)]
+    share = sum(outside) / max(sum(p.decode for p in points), 1e-9)
+    return dict(zip(names, (_repeated(per_round), round(share, 5), sum(compiled)), strict=True))
+
+
+def _highest(peaks: Sequence[Sequence[int | None]]) -> list[int | None]:
+    """Of each device; None where one was not told."""
+    found = zip(*peaks, strict=True)
+    return [None if None in device else max(device) for device in found]  # type: ignore[type-var]
 
 
 def acceptance(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -115,6 +136,7 @@ def acceptance(answers: Sequence[Answer]) -> dict[str, Any]:
 
     Returns:
       tau_mean, tau_pooled: None where no reply has a round that counts.
+      tau_interval: of the pooled τ, over replies (`intervals.pooled`).
       rounds: that count.
       acceptance_by_offset: the share of rounds in which at least 1, 2, … drafts were accepted.
       tau_by_position: from, to, tau and rounds of each range in which any round began; what
@@ -132,10 +154,13 @@ def acceptance(answers: Sequence[Answer]) -> dict[str, Any]:
             figures = {"tau": round(float(own.mean()), 4), "rounds": len(own)}
             by_position.append({"from": start, "to": end, **figures})
     means = [float(np.mean(own)) for own in counted if own]
+    sizes = np.array([(sum(own), len(own)) for own in counted if own]).reshape(-1, 2)
+    interval = intervals.pooled(*sizes.T) if len(sizes) > 1 else None
     most = int(rounds.max(initial=1))
     return {
         "tau_mean": round(float(np.mean(means)), 4) if means else None,
         "tau_pooled": round(float(rounds.mean()), 4) if len(rounds) else None,
+        "tau_interval": interval and [round(bound, 4) for bound in interval],
         "rounds": len(rounds),
         "acceptance_by_offset": [
             round(float(np.mean(rounds > accepted)), 4) for accepted in range(1, most)
@@ -188,7 +213,7 @@ def _tokens(point: Point) -> int:
     return sum(len(answer.token_ids) for answer in point.answers)
 
 
-def _speeds(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+def speeds(points: Sequence[Point]) -> tuple[list[float], list[float]]:
     """Tokens/s of decoding alone and end to end; what came before the rounds is the prefill's."""
     decode = [sum(sum(a.rounds) for a in p.answers) / max(p.decode, 1e-9) for p in points]
     return decode, [_tokens(p) / max(p.seconds, 1e-9) for p in points]
@@ -203,18 +228,8 @@ def _ratios(ours: Sequence[float], plain: Sequence[float]) -> dict[str, Any] | N
 
 def _repeated(values: Sequence[float]) -> dict[str, Any]:
     """Spread of what was measured once in each repeat, with the interval of its mean."""
-    return _spread(values) | {"interval": student_interval(values)}
-
-
-def student_interval(values: Sequence[float], confidence: float = 0.95) -> list[float] | None:
-    """Student's t interval of the mean of independent measurements; None for fewer than two."""
-    count = len(values)
-    if count < 2:
-        return None
-    t = float(stdtrit(count - 1, (1 + confidence) / 2))
-    half = t * float(np.std(values, ddof=1)) / count**0.5
-    middle = float(np.mean(values))
-    return [_rounded(middle - half), _rounded(middle + half)]
+    interval = intervals.student(values)
+    return _spread(values) | {"interval": interval and [*map(_rounded, interval)]}
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:

@@ -329,8 +329,8 @@ class Engine:
             owners: list[_Request | None] = [None] * self.slots
             for piece in found:
                 owners[piece.slot] = self._slots[piece.slot] if piece.last else None
-            if any(owners):
-                self._flying.append(_Flight(report, tuple(owners), is_round=False))
+            # Also where no prompt ends here: its time is a prompt's.
+            self._flying.append(_Flight(report, tuple(owners), is_round=False))
             tokens += max(len(piece.tokens) for piece in found)
 
     def _next_pieces(self) -> list[Piece]:

@@ -10,20 +10,17 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from d3d_jax import acceptance
-from d3d_jax.errors import D3DError
 from d3d_jax.infer.drafter import DrafterRole, DraftState
 from d3d_jax.infer.role import Chunk, Role, pieces
 from d3d_jax.infer.target import Settings, Target, TargetState
 from d3d_jax.sampling import SamplingParams, gumbel
-
-_Made = TypeVar("_Made")
 
 # Roundings of a logit that two orders of the same sums may lie apart.
 _TIE = 4
@@ -91,13 +88,23 @@ def prefilled(
 
 
 def measure_verify(
-    target: Target, prompt_ids: list[int], rows: int, batch: int = 1, repeats: int = 10
+    target: Target,
+    prompt_ids: list[int],
+    rows: int,
+    batch: int = 1,
+    repeats: int = 10,
+    largest: int | None = None,
 ) -> Spread:
-    """Times verifications of `rows` rows (1: plain steps) after a prompt, compilation excluded."""
+    """Times verifications of `rows` rows (1: plain steps) after a prompt, compilation excluded.
+
+    Args:
+      largest: of the numbers of rows that are compared: all are timed with caches for that one, for
+        a step may take the longer the more its caches could hold. None: `rows`.
+    """
     steps = repeats + _WARM_UP
     params, limits = [SamplingParams()] * batch, [np.iinfo(np.int32).max] * batch
     settings = target.settings(params, limits)
-    capacity = len(prompt_ids) + steps * rows
+    capacity = len(prompt_ids) + steps * (largest or rows)
     _, state = prefilled(target, settings, prompt_ids, capacity, batch)
     handover = target.put(np.zeros((batch, rows), np.int32))
 
@@ -173,7 +180,7 @@ def measure_steps(
 ) -> StepTimes:
     """Times every step of both roles after a prompt, compilation excluded."""
     return StepTimes(
-        plain=measure_verify(target, prompt_ids, 1, batch, repeats),
+        plain=measure_verify(target, prompt_ids, 1, batch, repeats, drafter.width),
         verify=measure_verify(target, prompt_ids, drafter.width, batch, repeats),
         **measure_drafter(drafter, prompt_ids, batch, repeats),
     )
@@ -258,13 +265,3 @@ def counted_compilations() -> Iterator[Callable[[], int]]:
         yield lambda: compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(count)
-
-
-def or_out_of_memory(work: Callable[[], _Made]) -> _Made | str:
-    """What some work makes, or a sentence where a device had too little memory for it."""
-    try:
-        return work()
-    except (jax.errors.JaxRuntimeError, D3DError) as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return f"out of memory: {str(error).splitlines()[0]:.300}"

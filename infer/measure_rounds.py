@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -18,18 +19,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import d3d_jax
 from d3d_jax.branches import BestFirst, Policy
 from d3d_jax.config import DecodeConfig
 from d3d_jax.drafter import Drafter
+from d3d_jax.infer.benchmark import Conversation, Point, measure
+from d3d_jax.infer.benchmark_summary import acceptance, speeds
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.loading import DEFAULT_BRANCHES
 from d3d_jax.infer.measure import Spread, measure_drafter, measure_prepare, measure_verify
 from d3d_jax.infer.plan import Setting, Step, StepTime, Times
-from d3d_jax.infer.replies import Reply
 from d3d_jax.infer.target import Target
+from d3d_jax.sampling import SamplingParams
 
 
 def variant(drafter: DrafterRole, policy: Policy, layers: int | None = None) -> DrafterRole:
@@ -89,7 +93,8 @@ def measure_times(
     for batch in batches:
         # Which tokens they are changes no time.
         common = ([0] * context, batch, repeats)
-        runs += [functools.partial(_verify, target, w, *common) for w in (1, *policies)]
+        largest = max(policies)
+        runs += [functools.partial(_verify, target, w, largest, *common) for w in (1, *policies)]
         runs += [functools.partial(_drafter, role, *common) for role in every]
         runs += [functools.partial(_prepare, role, *common) for role in some]
     found: dict[tuple[Step, int, int, int | None], list[float]] = {}
@@ -113,9 +118,9 @@ def measure_times(
 
 
 def _verify(
-    target: Target, rows: int, prompt: list[int], batch: int, repeats: int
+    target: Target, rows: int, largest: int, prompt: list[int], batch: int, repeats: int
 ) -> list[StepTime]:
-    spread = measure_verify(target, prompt, rows, batch, repeats)
+    spread = measure_verify(target, prompt, rows, batch, repeats, largest)
     return [StepTime("verify", batch, rows, spread.median)]
 
 
@@ -139,48 +144,40 @@ def _prepare(role: DrafterRole, prompt: list[int], batch: int, repeats: int) -> 
     return [StepTime("prepare", batch, role.policy.budget, spread.median, layers)]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Decoded:
-    """What decoding some prompts at one setting came to.
+    """What decoding some prompts at one setting came to; speeds are medians over the repeats.
 
     Attributes:
-      replies: of all prompts.
-      seconds: of decoding, from the first tokens of a group to its last; prefills are not counted.
-      rounds: of the whole batch: as many as the row took that ended last.
+      points: of the repeats, all of which say the same.
     """
 
     setting: Setting
-    replies: list[Reply] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
-    rounds: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Emitted by rounds: the first of each reply is its prefill's."""
-        return sum(len(reply.token_ids) - 1 for reply in self.replies)
+    points: list[Point]
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all rows together."""
-        return self.tokens / self.seconds
+        """Of all rows together, prefills not counted."""
+        return float(np.median(speeds(self.points)[0]))
 
     @property
     def round_seconds(self) -> float:
         """Of one round of the whole batch."""
-        return self.seconds / max(self.rounds, 1)
+        return float(np.median([p.decode / max(p.rounds, 1) for p in self.points]))
 
     @property
-    def tau(self) -> float:
-        """Pooled acceptance length."""
-        return self.tokens / max(sum(reply.rounds for reply in self.replies), 1)
+    def tau(self) -> float | None:
+        """Pooled acceptance length; None where no reply has a round that counts."""
+        return acceptance(self.points[0].answers)["tau_pooled"]
 
     @property
     def hit_rate(self) -> float | None:
         """Pooled; None unless asynchronous."""
-        chances = sum(reply.chances for reply in self.replies)
+        answers = self.points[0].answers
+        chances = sum(answer.chances for answer in answers)
         if self.setting.mode != "async":
             return None
-        return sum(reply.hits for reply in self.replies) / max(chances, 1)
+        return sum(answer.hits for answer in answers) / max(chances, 1)
 
 
 def decode(
@@ -190,32 +187,36 @@ def decode(
     prompts: Sequence[list[int]],
     max_new_tokens: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    repeats: int = 3,
 ) -> list[Decoded]:
     """Decodes the same prompts greedily at several settings of one batch size.
 
-    Groups of as many prompts as the batch holds are decoded one after another, each at every
-    setting before the next, in turning order: what else the machine does then meets all settings.
+    It is `benchmark.measure`. In every repeat the settings take turns at being first: what else the
+    machine does then meets all of them.
 
     Args:
-      prompts: a multiple of the batch size.
-      progress: called with the number of groups done and in all.
+      prompts: at least as many as the batch holds.
+      progress: called with the number of passes over the prompts done and in all.
     """
-    batch = settings[0].batch
+    conversations = [Conversation((str(number),)) for number in range(len(prompts))]
+
+    def chat(conversation: Conversation, replies: Sequence[Sequence[int]]) -> list[int]:
+        return list(prompts[int(conversation.turns[0])])
+
     decoders = [_decoder(target, drafter, setting, max_new_tokens) for setting in settings]
     for decoder in decoders:
         decoder.warm_up(list(prompts))
-    found = [Decoded(setting) for setting in settings]
-    groups = len(prompts) // batch
-    for number in range(groups):
-        progress(number, groups)
-        group = list(prompts[number * batch : (number + 1) * batch])
-        for turn in range(len(settings)):
-            at = (number + turn) % len(settings)
-            replies = decoders[at].generate(group)
-            found[at].replies += replies
-            found[at].seconds += decoders[at].timing.decode
-            found[at].rounds += max(reply.rounds for reply in replies)
-    progress(groups, groups)
+    found = [Decoded(setting, []) for setting in settings]
+    total = repeats * len(settings)
+    for done in range(total):
+        progress(done, total)
+        repeat, turn = divmod(done, len(settings))
+        at = (repeat + turn) % len(settings)
+        point = measure(
+            decoders[at], conversations, chat, lambda _: SamplingParams(), settings[at].batch
+        )
+        found[at].points.append(point)
+    progress(total, total)
     return found
 
 
@@ -265,7 +266,10 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this runs from, with "+" if tracked files differ; None in none."""
+    """The commit of the checkout this runs from; None in none.
+
+    Where tracked files differ from it a "+" and a hash of the difference follow.
+    """
     root = Path(d3d_jax.__file__).resolve().parents[1]
 
     def git(*args: str) -> str:
@@ -276,7 +280,8 @@ def _commit() -> str | None:
         # An installed package may lie inside the checkout of something else.
         if Path(git("rev-parse", "--show-toplevel")) != root:
             return None
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + ("+" if changed else "")
+        changed = git("diff", "HEAD")
+        digest = hashlib.sha256(changed.encode()).hexdigest()
+        return git("rev-parse", "HEAD") + (f"+{digest[:8]}" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -144,14 +144,14 @@ def test_a_finished_benchmark_is_not_measured_again_and_others_are_refused(
     assert "with tasks one" in said and "continue it" in said
 
 
-def test_an_interrupted_benchmark_goes_on_with_the_point_that_was_under_way(
+def test_an_interrupted_benchmark_goes_on_with_the_repeat_that_was_under_way(
     models, tmp_path, monkeypatch, capsys
 ):
     out, calls = tmp_path / "out", []
 
     def measure(*args):
         calls.append(args)
-        if len(calls) == 3:
+        if len(calls) == 5:
             raise KeyboardInterrupt
         return benchmark.measure(*args)
 
@@ -159,10 +159,11 @@ def test_an_interrupted_benchmark_goes_on_with_the_point_that_was_under_way(
     args = ["--tasks", "one", "--repeats", "2"]
     assert run(models, out, *args) == 130
     assert "keeps the points that ended" in capsys.readouterr().err
-    kept = {path: path.stat().st_mtime_ns for path in (out / "points").iterdir()}
-    assert len(kept) == 2 and not (out / "benchmark.json").exists()
+    assert len(list((out / "points").iterdir())) == 4 and not (out / "benchmark.json").exists()
+    kept = {path: path.stat().st_mtime_ns for path in (out / "points").glob("*repeat1-*")}
     assert run(models, out, *args) == 0
-    assert len(calls) == 7 and len(list((out / "points").iterdir())) == 6
+    assert len(kept) == 3 and len(calls) == 5 + 3  # what is compared is of one sitting
+    assert len(list((out / "points").iterdir())) == 6
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert "× all" in capsys.readouterr().out
 
@@ -184,6 +185,13 @@ def test_too_little_memory_fails_its_own_points_alone(models, tmp_path, monkeypa
     failed = [(row["task"], row["concurrency"]) for row in rows if "failed" in row]
     assert failed == [("one", 2), ("two", 2), ("overall", 2)]
     assert len(rows) == 12 and all("tau_pooled" in row for row in rows if "failed" not in row)
+    # With more room the same command tries again what had failed, and only that.
+    monkeypatch.setattr(Decoder, "warm_up", warm_up)
+    alone = {p: p.stat().st_mtime_ns for p in (tmp_path / "out/points").glob("*concurrency1-*")}
+    assert run(models, tmp_path / "out", *args) == 0
+    rows = json.loads((tmp_path / "out/benchmark.json").read_text())["results"]
+    assert len(rows) == 12 and not any("failed" in row for row in rows)
+    assert {path: path.stat().st_mtime_ns for path in alone} == alone
 
 
 BAD = {

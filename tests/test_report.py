@@ -141,6 +141,7 @@ def test_a_sweep_measures_beside_the_plan(
     common = ["--target", str(models / "target"), "--drafter", str(models / "drafter")]
     common += ["--data", str(responses / "dataset"), "--out", str(out), "--samples", "2"]
     sizes = ["--c", "2", "--f", "1", "2", "--concurrency", "2", "--max-new-tokens", "8"]
+    sizes += ["--repeats", "2"]
     assert cli.main(["sweep", *common, *sizes]) == 0
     assert "tokens/s planned" in capsys.readouterr().out
     axes = json.loads((out / "sweep.json").read_text())["axes"]
@@ -148,8 +149,10 @@ def test_a_sweep_measures_beside_the_plan(
     assert [row["policy"] for row in axes["F"]] == ["rectangle:2,1", "rectangle:2,2"]
     assert [row["mode"] for row in axes["concurrency"]] == ["sync", "async"]
     for row in (row for rows in axes.values() for row in rows):
-        assert row["identical"] == row["compared"] == 2
-        assert row["predicted"]["tokens_per_second"] > 0 and row["tokens_per_second"] > 0
+        assert row["identical"] == row["compared"] == 2 * 2
+        assert row["predicted"]["tokens_per_second"] > 0 < row["tokens_per_second"]["median"]
+        low, high = row["speedup"]["interval"]
+        assert low <= row["speedup"]["median"] <= high  # of two repeats it is the mean
         assert 1 <= row["tau"] <= 4 and 1 <= row["predicted"]["tau"] <= 4
     for axis in ("C", "F", "concurrency"):
         assert (out / f"sweep-{axis}.png").read_bytes().startswith(PNG)

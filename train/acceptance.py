@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from d3d_jax import intervals
 from d3d_jax import layout as layouts
 from d3d_jax.drafter import Drafter, Params, candidates, predictions
 from d3d_jax.errors import D3DError
@@ -58,13 +59,9 @@ class Acceptance:
         """Mean over responses of each one's own acceptance length."""
         return float(np.mean(self.tokens[self.rounds > 0] / self.rounds[self.rounds > 0]))
 
-    def interval(self, resamples: int = 1000) -> tuple[float, float]:
-        """The middle 95 % of the pooled τ of responses drawn anew from these (bootstrap)."""
-        documents = len(self.rounds)
-        drawn = np.random.default_rng(0).integers(0, documents, (resamples, documents))
-        taus = self.tokens[drawn].sum(1) / np.maximum(self.rounds[drawn].sum(1), 1)
-        low, high = np.percentile(taus, [2.5, 97.5])
-        return float(low), float(high)
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of τ over responses (`intervals.pooled`)."""
+        return intervals.pooled(self.tokens, self.rounds)
 
     def reached(self) -> list[float]:
         """Fraction of rounds with at least 1, 2, … W − 1 drafts accepted, of those with room."""

@@ -19,7 +19,6 @@ ADJUSTABLE = (
     "micro_batches",
     "remat",
     "eval_every",
-    "eval_documents",
     "checkpoint_every",
     "keep_checkpoints",
     "export",

@@ -6,7 +6,7 @@ TensorFlow is never imported and no network is touched. Packing into rows is `tr
     DIR/dataset_info.json, features.json, *.array_record-*   what TFDS writes and reads
     DIR/metadata.json                                        {"manifest": ...} of the responses
     DIR/lengths.npz                                          per split: total, prompt, index, task,
-                                                             and the sha256 of all token ids
+                                                             and the split's digest
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from d3d_jax.train.responses import SPLITS, Manifest, read_manifest, read_respon
 LENGTHS_NAME = "lengths.npz"
 _INFO_NAME = "dataset_info.json"
 _TABLES = {"total": np.int32, "prompt": np.int32, "index": np.int64, "task": np.str_}
-_DIGEST = "sha256"
+_DIGEST = "digest"
 
 
 class Lengths(NamedTuple):
@@ -90,7 +90,7 @@ class ResponseDataset:
 
     `dataset[i]` is `{"tokens": int32 [T], "prompt_length": int}`. Without reading any record:
     `lengths` (see `Lengths`), `indices` (int64, the responses' own indices), `tasks` (text),
-    `digest` (sha256 of what the documents are, in their order).
+    `digest` (of the documents in their order, see `document_digest`).
     """
 
     def __init__(
@@ -228,15 +228,20 @@ def _write_lengths(folder: Path) -> None:
     for split in builder.info.splits:
         rows, digest = [], hashlib.sha256()
         for record in builder.as_data_source(split=split):
-            sizes = len(record["tokens"]), int(record["prompt_length"])
-            rows.append((*sizes, int(record["index"]), record["task"].decode()))
-            digest.update(np.array(sizes, "<i4").tobytes())
-            digest.update(record["tokens"].astype("<i4").tobytes())
+            tokens, prompt = record["tokens"], int(record["prompt_length"])
+            rows.append((len(tokens), prompt, int(record["index"]), record["task"].decode()))
+            digest.update(document_digest(tokens, prompt))
         columns = zip(*rows, strict=True)
         for (name, dtype), column in zip(_TABLES.items(), columns, strict=True):
             tables[f"{split}/{name}"] = np.array(column, dtype)
         tables[f"{split}/{_DIGEST}"] = np.array(digest.hexdigest())
     np.savez_compressed(folder / LENGTHS_NAME, allow_pickle=False, **tables)
+
+
+def document_digest(tokens: Sequence[int] | np.ndarray, prompt_length: int) -> bytes:
+    """What one document is; a split's digest is the sha256 of its documents', in their order."""
+    held = np.concatenate([[prompt_length], tokens]).astype("<i4")
+    return hashlib.sha256(held.tobytes()).digest()
 
 
 def _read_lengths(folder: Path, split: str) -> dict[str, np.ndarray]:

@@ -48,20 +48,32 @@ class Ranking:
         return max(self.scores, key=lambda layer: (self.scores[layer], layer))
 
 
-def by_measure(measure: Measure, params: Params, layers: Sequence[int]) -> Ranking:
+def by_measure(
+    measure: Measure,
+    params: Params,
+    layers: Sequence[int],
+    found: Ranking | None = None,
+    keep: Callable[[Ranking], None] = lambda found: None,
+) -> Ranking:
     """Tries every layer.
 
     Args:
       params: of the drafter that has only the remaining layers, stacked.
       layers: their indices in the unpruned drafter, in order.
+      found: what an interrupted ranking had found.
+      keep: called with all that is known after each measurement.
     """
-    whole = np.ones(len(layers), np.float32)
-    scores = {}
+    found, gates = found or Ranking(None, {}), np.ones(len(layers), np.float32)
+    if found.whole is None:
+        found = Ranking(measure(params, gates), found.scores)
+        keep(found)
     for place, layer in enumerate(layers):
-        gates = whole.copy()
-        gates[place] = 0
-        scores[layer] = measure(params, gates)
-    return Ranking(measure(params, whole), scores)
+        if layer not in found.scores:
+            without = gates.copy()
+            without[place] = 0
+            found = Ranking(found.whole, {**found.scores, layer: measure(params, without)})
+            keep(found)
+    return found
 
 
 def of_acceptance(acceptance: OfflineAcceptance) -> Measure:

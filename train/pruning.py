@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,10 +31,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from d3d_jax.drafter import Drafter, Params, read_drafter, save_drafter
-from d3d_jax.errors import D3DError
+from d3d_jax.errors import D3DError, StoppedError
 from d3d_jax.files import write_json
+from d3d_jax.memory import enough_memory
 from d3d_jax.models import parameters, sharding
 from d3d_jax.settings import difference
+from d3d_jax.signals import noted
 from d3d_jax.train import importance
 from d3d_jax.train.acceptance import OfflineAcceptance
 from d3d_jax.train.config import ADJUSTABLE, TrainConfig
@@ -41,7 +44,7 @@ from d3d_jax.train.dataset import ResponseDataset
 from d3d_jax.train.distillation import MARGIN, Teacher
 from d3d_jax.train.importance import Criterion, Ranking
 from d3d_jax.train.step import cast, fingerprint, place, resolved, split
-from d3d_jax.train.trainer import Trainer, packed_batches
+from d3d_jax.train.trainer import MORE_ROOM, Trainer, packed_batches
 
 # How a drafter is trained after a removal: on the unpruned drafter's distributions, made to prefer
 # the response's token by a margin, or as they are; on the responses alone; not at all.
@@ -69,6 +72,14 @@ class PruneConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.keep <= 1:
             raise D3DError(f"keep must be between 0 and 1, found {self.keep}")
+
+    def check_depth(self, layers: int) -> None:
+        """Refuses to prune a drafter of so many layers to this depth (`D3DError`)."""
+        if not 1 <= self.layers < layers:
+            raise D3DError(
+                f"the drafter has {layers} layers: the depth to prune it to must be at least 1 and "
+                f"below that, found {self.layers}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,28 +168,30 @@ class Pruning:
     mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
-        depth = self.drafter.model.num_hidden_layers
-        if not 1 <= self.config.layers < depth:
-            raise D3DError(
-                f"the drafter has {depth} layers: the depth to prune it to must be at least 1 and "
-                f"below that, found {self.config.layers}"
-            )
+        self.config.check_depth(self.drafter.model.num_hidden_layers)
         if jax.process_count() > 1:
             raise D3DError("pruning runs in one process")
         self.mesh = sharding.model_mesh(self.mesh or sharding.make_mesh(), self.drafter.model)
         self.training = resolved(self.training, self.mesh)
         packed_batches(self.training, self.dataset, self.mesh)  # refuses what recovery would
+        self._came: Callable[[], int] = lambda: 0
         self._offline: dict[int, OfflineAcceptance] = {}
         self._acceptance(self.drafter)
         self._record = _Record(self.out, self._settings())
         self._record.save()
 
+    @enough_memory(MORE_ROOM)
     def run(self) -> Outcome:
         """Prunes until the depth or the loss of acceptance asked for, and exports the result.
 
         Raises:
-          D3DError: what `Trainer.train` raises.
+          D3DError: what `Trainer.train` raises; a signal also ends a ranking, candidates that were
+            measured are kept.
         """
+        with noted(signal.SIGTERM) as self._came:
+            return self._run()
+
+    def _run(self) -> Outcome:
         whole, steps = self.drafter.model.num_hidden_layers, self._record.steps
         if self._record.tau is None:
             self.report("measuring", {})
@@ -203,6 +216,7 @@ class Pruning:
         ranking, ranked = self._ranking(folder / "ranking.json", drafter, params)
         pruned, own = without(drafter, params, ranking.least)
         before = self._tau(pruned, own)
+        self._look()
         clock = time.perf_counter()
         if self.config.recovery == "none":
             if not (folder / "drafter").exists():
@@ -234,19 +248,37 @@ class Pruning:
 
     def _ranking(self, file: Path, drafter: Drafter, params: Params) -> tuple[Ranking, float]:
         """What removing each layer would come to, and the seconds it took to find out."""
-        if file.exists():
-            found = json.loads(file.read_text())
-            scores = {int(layer): score for layer, score in found["scores"].items()}
-            return Ranking(found["whole"], scores), found["seconds"]
-        clock, layers = time.perf_counter(), layers_left(drafter)
+        layers = layers_left(drafter)
         if self.config.criterion in ("even", "last"):
-            ranking = importance.by_place(self.config.criterion, layers)
-        else:
-            ranking = importance.by_measure(self._measure(drafter), self._placed(params), layers)
-        seconds = time.perf_counter() - clock
-        found = {"whole": ranking.whole, "scores": ranking.scores, "seconds": round(seconds, 2)}
-        write_json(file, found)
-        return ranking, found["seconds"]
+            return importance.by_place(self.config.criterion, layers), 0.0
+        found, spent = Ranking(None, {}), 0.0
+        if file.exists():
+            raw = json.loads(file.read_text())
+            spent = raw["seconds"]
+            scores = {int(layer): score for layer, score in raw["scores"].items()}
+            found = Ranking(raw["whole"], scores)
+        if found.whole is not None and len(found.scores) == len(layers):
+            return found, spent
+        clock = time.perf_counter() - spent
+
+        def keep(found: Ranking) -> None:
+            nonlocal spent
+            spent = round(time.perf_counter() - clock, 2)
+            write_json(file, dataclasses.asdict(found) | {"seconds": spent})
+            self._look()
+
+        found = importance.by_measure(
+            self._measure(drafter), self._placed(params), layers, found, keep
+        )
+        return found, spent
+
+    def _look(self) -> None:
+        """Raises `StoppedError` if a signal came."""
+        if number := self._came():
+            name = signal.Signals(number).name
+            raise StoppedError(
+                f"stopped by {name}; what was measured is kept: the same command continues", number
+            )
 
     def _measure(self, drafter: Drafter) -> importance.Measure:
         if self.config.criterion == "tau":
@@ -280,7 +312,10 @@ class Pruning:
         if depth == self.drafter.model.num_hidden_layers:
             return self.drafter, self.params
         folder = self.out / f"depth-{depth}" / "drafter"
-        return read_drafter(folder, self.target_folder, stacked=True, dtype=np.float32)
+        pruned, params = read_drafter(folder, self.target_folder, stacked=True, dtype=np.float32)
+        # The same arrays, so that the teacher and it share them on devices, too.
+        frozen = pruned.frozen(params)
+        return pruned, params | {name: self.params[name] for name in frozen}
 
     def _settings(self) -> dict[str, Any]:
         """A folder belongs to one pruning of one drafter."""
@@ -289,7 +324,8 @@ class Pruning:
             "training": dataclasses.asdict(self.training),
             "model": dataclasses.asdict(self.drafter.model),
             "drafter": dataclasses.asdict(self.drafter.drafter),
-            "data": {"sha256": self.dataset.digest, **self.dataset.manifest.to_json()},
+            "data": {"digest": self.dataset.digest, **self.dataset.manifest.to_json()},
+            "validation": self.validation.digest,
             "parameters": fingerprint(split(self.drafter, self.params)[1]),
         }
 

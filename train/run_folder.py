@@ -5,6 +5,7 @@
     tensorboard/     the same figures as curves
     checkpoints/     the newest, and the one with the best τ
     diverged/        the state in which a run was given up
+    drafter/         what an ended run exports
 
 With several processes all open it, on one file system, and the first writes.
 """
@@ -30,13 +31,15 @@ from d3d_jax.train.config import ADJUSTABLE
 from d3d_jax.train.curves import Curves
 from d3d_jax.train.step import State
 
+EXPORT_NAME = "drafter"
+
 
 class RunFolder:
     """Opens a run's folder, new or interrupted.
 
     Args:
-      settings: everything that makes the run what it is, as JSON types; of a run that is continued
-        those in `config.ADJUSTABLE` may be others than before.
+      settings: everything that makes the run what it is, as JSON types; of a run that is continued,
+        and has not ended, those in `config.ADJUSTABLE` may be others than before.
       keep: how many of the newest checkpoints are kept.
 
     Raises:
@@ -55,8 +58,11 @@ class RunFolder:
                 path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise D3DError(f"cannot write the run folder {path}: {error}") from None
-            if file.exists() and (other := difference(_settings(file), settings, ADJUSTABLE)):
-                raise D3DError(f"{path} holds a run with {other}; choose another folder")
+            ended = (path / EXPORT_NAME).exists()
+            ignored = () if ended else ADJUSTABLE
+            if file.exists() and (other := difference(_settings(file), settings, ignored)):
+                what = "an ended run" if ended else "a run"
+                raise D3DError(f"{path} holds {what} with {other}; choose another folder")
             write_json(file, settings)
 
         first_does(write, f"cannot write the run folder {path}")
@@ -128,10 +134,11 @@ class RunFolder:
             ) from error
 
     def restore(self, manager: ocp.CheckpointManager, like: State, best: bool = False) -> State:
-        """The state of the newest checkpoint, placed as `like` is, or `like` where there is none.
+        """The state of the newest checkpoint, of which there must be one.
 
         Args:
-          best: of that with the best τ instead.
+          like: of `step.abstract_state`.
+          best: of the checkpoint with the best τ instead.
 
         Raises:
           D3DError: the checkpoint is damaged.
@@ -139,8 +146,6 @@ class RunFolder:
         with self._writing():
             manager.wait_until_finished()
         step = manager.best_step() if best else manager.latest_step()
-        if step is None:
-            return like
         try:
             return manager.restore(step, args=ocp.args.StandardRestore(like))
         except (ValueError, KeyError, OSError) as error:

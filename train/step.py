@@ -160,6 +160,19 @@ def state_shardings(
     return {"params": params, "opt": opt, "step": whole}
 
 
+def abstract_state(
+    optimizer: optax.GradientTransformation, trained: Params, shardings: State
+) -> State:
+    """The train state as `jax.ShapeDtypeStruct`s on its mesh; arguments as of `initial_state`."""
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    shapes = {"params": trained, "opt": jax.eval_shape(optimizer.init, trained), "step": step}
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        shapes,
+        shardings,
+    )
+
+
 def initial_state(
     optimizer: optax.GradientTransformation, trained: Params, shardings: State
 ) -> State:

@@ -6,11 +6,10 @@ One step is `train.step`, its objective `train.objective`, the data `train.packi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from d3d_jax import flops
 from d3d_jax.drafter import Drafter, Params, save_drafter
 from d3d_jax.errors import D3DError, StoppedError
+from d3d_jax.memory import enough_memory
 from d3d_jax.models import parameters, sharding
 from d3d_jax.processes import others_reached
 from d3d_jax.signals import noted
@@ -33,9 +33,10 @@ from d3d_jax.train.distillation import Teacher
 from d3d_jax.train.gauges import Gauges
 from d3d_jax.train.guard import LossGuard
 from d3d_jax.train.packing import PackedBatches
-from d3d_jax.train.run_folder import RunFolder
+from d3d_jax.train.run_folder import EXPORT_NAME, RunFolder
 from d3d_jax.train.step import (
     State,
+    abstract_state,
     cast,
     draft_index,
     fingerprint,
@@ -51,18 +52,8 @@ from d3d_jax.train.step import (
 Report = Callable[[dict[str, Any]], None]
 
 
-@contextlib.contextmanager
-def _memory_sufficient() -> Iterator[None]:
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise D3DError(
-            "a device has too little memory for this run: give it more micro_batches, remat=full, "
-            "or more devices to split weights over; the same run continues with them "
-            f"({str(error).splitlines()[0]:.200})"
-        ) from error
+# What helps where memory is too little; a run that has begun may go on with all of it.
+MORE_ROOM = "give more micro_batches, remat=full, or more devices to split weights over"
 
 
 @dataclasses.dataclass
@@ -121,11 +112,12 @@ class Trainer:
             "train": dataclasses.asdict(self.config),
             "model": dataclasses.asdict(self.drafter.model),
             "drafter": dataclasses.asdict(self.drafter.drafter),
-            "data": {"sha256": self.dataset.digest, **self.dataset.manifest.to_json()},
+            "data": {"digest": self.dataset.digest, **self.dataset.manifest.to_json()},
             "initial_parameters": fingerprint(split(self.drafter, self.params)[1]),
             "teacher": taught,
         }
 
+    @enough_memory(MORE_ROOM)
     def train(self) -> Path:
         """Runs to `config.steps`, continuing from the last checkpoint, and exports the drafter.
 
@@ -141,15 +133,18 @@ class Trainer:
         frozen, trained = split(self.drafter, self.params)
         index = draft_index(self.drafter, self.params)
         shardings = state_shardings(optimizer, trained, self.mesh)
-        state = initial_state(optimizer, trained, shardings)
+        like = abstract_state(optimizer, trained, shardings)
         step = make_step(self.drafter, self.config, optimizer, shardings)
         given, frozen = frozen, self._placed(frozen)
         teacher = self._teacher(given, frozen)
         index = None if index is None else place(index, self._whole)
         asked_to_stop = noted(signal.SIGTERM, signal.SIGINT)
-        checkpoints, memory = self._folder.checkpoints(), _memory_sufficient()
-        with checkpoints as manager, asked_to_stop as came, others_reached(), memory:
-            state = self._folder.restore(manager, state)
+        with self._folder.checkpoints() as manager, asked_to_stop as came, others_reached():
+            if manager.latest_step() is None:
+                state = initial_state(optimizer, trained, shardings)
+            else:
+                _delete(trained)
+                state = self._folder.restore(manager, like)
             gauges = Gauges(self.mesh.devices.flatten().tolist(), self.config.compute)
             loop = _Loop(self, manager, frozen, gauges, start=int(state["step"]))
             batches = self._batches.iterate(loop.start)
@@ -166,7 +161,8 @@ class Trainer:
                 state, metrics = step(state, *inputs)
                 loop.after(number, state, metrics)
             if self.config.export == "best":
-                state = self._folder.restore(manager, state, best=True)
+                _delete(state)
+                state = self._folder.restore(manager, like, best=True)
         return self._export({**state["params"], **frozen})
 
     def _teacher(self, given: Params, frozen: Params) -> Teacher | None:
@@ -204,7 +200,7 @@ class Trainer:
         return {name: rows(local) for name, local in batch.items()}, signals
 
     def _export(self, params: Params) -> Path:
-        out = self.run / "drafter"
+        out = self.run / EXPORT_NAME
         if not out.exists():
             config = dataclasses.replace(
                 self.drafter.drafter,
@@ -283,9 +279,11 @@ class _Loop:
         self._clock = now
         if wrong := self._guard.judge(float(host["loss"]), float(host["grad_norm"])):
             where = self._folder.save_diverged(newest, state)
+            spike = np.isfinite(host["loss"]) and np.isfinite(host["grad_norm"])
             raise D3DError(
                 f"{wrong} at step {number}; the state is in {where}, good ones in "
                 f"{self._folder.path / 'checkpoints'}; lower learning_rate in a new run"
+                + (", or go on with spike_factor=0" if spike else "")
             )
         accuracy = host["hits"] / np.maximum(host["counts"], 1)
         return {
@@ -310,6 +308,13 @@ def _drafts(drafter: Drafter) -> tuple[Any, ...]:
     own = drafter.drafter
     shape = (own.block_size, own.label_shift, own.in_block, own.mask_token_id)
     return (drafter.model.vocab_size, own.draft_vocab_size, *shape)
+
+
+def _delete(tree: Any) -> None:
+    """Frees arrays on devices whose place others are to take: there may be no room for both."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            leaf.delete()
 
 
 def _arrays(params: Params) -> set[int]:

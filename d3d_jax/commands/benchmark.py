@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from d3d_jax.commands.benchmark_folder import BenchmarkFolder, Key
@@ -21,9 +22,9 @@ from d3d_jax.commands.option_groups import Decoding, thinking_switch
 from d3d_jax.commands.runtime import Bar, busy, note, start_jax
 from d3d_jax.config import Mode
 from d3d_jax.errors import D3DError
-from d3d_jax.infer.benchmark import Conversation
+from d3d_jax.infer.benchmark import Conversation, Point
 from d3d_jax.infer.benchmark_bench import Bench
-from d3d_jax.infer.benchmark_peer import PEERS, TorchPeer, peer_versions
+from d3d_jax.infer.benchmark_peer import PEERS, TorchPeer, peer_machine
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.measure_rounds import machine
 from d3d_jax.infer.model import ModelFiles
@@ -78,14 +79,23 @@ def _measure(
     bench: Bench,
     peer: TorchPeer | None,
 ) -> None:
-    """Measures what is missing; a mode that runs out of memory is noted as failed there."""
+    """Measures what is missing; a mode that runs out of memory is noted as failed there.
+
+    What failed is tried again, and the modes of one repeat are measured in one sitting: a ratio of
+    two days would be none.
+    """
     conversations = {task.name: task.conversations for task in tasks}
     every = list(itertools.chain.from_iterable(conversations.values()))
     groups = _groups(options, tasks)
     done = 0
     with Bar("benchmark", sum(map(len, groups))) as bar:
         for group in groups:
-            missing = [key for key in group if folder.read(key) is None]
+            whole = {
+                place
+                for place, own in itertools.groupby(group, lambda key: (key.task, key.repeat))
+                if all(isinstance(folder.read(key), Point) for key in own)
+            }
+            missing = [key for key in group if (key.task, key.repeat) not in whole]
             done += len(group) - len(missing)
             decoders, first = {}, group[0]
             for mode in options.modes:
@@ -153,7 +163,9 @@ def settings(options: Benchmark, files: DecoderFiles, tasks: Sequence[Task]) -> 
         "drafter_config": files.drafter and dataclasses.asdict(files.drafter.config),
         "target_weights": weights_digest(files.target.folder),
         "drafter_weights": files.drafter and weights_digest(files.drafter.folder),
-        "machine": machine() | (peer_versions() if options.peer else {}),
+        "tokenizer": files.target.tokenizer.fingerprint,
+        "chat_template": files.target.tokenizer.template_fingerprint,
+        "machine": machine() | (peer_machine(_platform()) if options.peer else {}),
     }
 
 
@@ -166,7 +178,12 @@ def _peer(options: Benchmark, files: DecoderFiles, decoder: Decoder) -> TorchPee
         files.target.tokenizer.stop_ids,
         options.max_new_tokens,
         decoder.limit,
+        _platform(),
     )
+
+
+def _platform() -> str:
+    return jax.devices()[0].platform
 
 
 def _modes(options: Benchmark) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+# The share of decoding that the benchmark may take for itself without a word.
+MOST_OVERHEAD = 0.02
 # Divergences that are told one by one; the JSON has all.
 _MOST_TOLD = 10
 # The steps that are timed alone, as they are called in tables.
@@ -45,22 +47,21 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in ("task", "mode"):
         table.add_column(name, no_wrap=True)
-    for name in ("τ", "pooled", "hits", "tok/s", "range", "×", "× all", "first", "same"):
+    for name in ("τ", "pooled", "hits", "tok/s", "×", "95 %", "× all", "first", "same"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         if "failed" in row:
             table.add_row(row["task"], row["mode"], "failed")
             continue
-        speed = row["tokens_per_second_decode"]
         table.add_row(
             row["task"],
             row["mode"],
             number(row["tau_mean"], ".2f"),
             number(row["tau_pooled"], ".2f"),
             number(row["hit_rate"], ".0%"),
-            f"{speed['median']:.1f}",
-            f"{speed['min']:.0f}–{speed['max']:.0f}",
+            number(row["tokens_per_second_decode"], ".1f"),
             number(row["speedup_decode"], ".2f"),
+            interval(row["speedup_decode"], ".2f"),
             number(row["speedup_end_to_end"], ".2f"),
             f"{1e3 * row['first_token_seconds']['median']:.0f}",
             f"{row['identical']}/{row['compared']}" if "compared" in row else "",
@@ -80,6 +81,12 @@ def _steps(result: dict[str, Any]) -> Table:
 def sentences(result: dict[str, Any]) -> list[str]:
     """What failed, which replies differ, and what would make the times doubtful."""
     told, divergent = [], []
+    for batch, steps in result["step_ms"].items():
+        if "failed" in steps:
+            told.append(f"single steps, {batch} at a time, failed: {steps['failed']}")
+    for mode, spans in result["timelines"].items():
+        if isinstance(spans, str):
+            told.append(f"the trace of {mode} failed: {spans}")
     for row in result["results"]:
         where = (
             f"{row['task']}, {row['mode']}, temperature {row['temperature']:g}, "
@@ -87,8 +94,11 @@ def sentences(result: dict[str, Any]) -> list[str]:
         )
         if "failed" in row:
             told.append(f"{where} failed: {row['failed']}")
-        elif row["compiled_while_timed"]:
+            continue
+        if row["compiled_while_timed"]:
             told.append(f"{where}: {row['compiled_while_timed']} programs compiled while timed")
+        if (row["benchmark_overhead"] or 0) > MOST_OVERHEAD:
+            told.append(f"{where}: {row['benchmark_overhead']:.1%} of decoding went into measuring")
         divergent += [_divergence(where, found) for found in row.get("divergences", ())]
     if len(divergent) > _MOST_TOLD:
         divergent[_MOST_TOLD:] = [f"and {len(divergent) - _MOST_TOLD} more, in the JSON"]
@@ -104,6 +114,12 @@ def _divergence(where: str, found: dict[str, Any]) -> str:
         f"{where}: the reply to row {found['row']}, turn {found['turn'] + 1}, leaves plain's at "
         f"token {found['position'] + 1}, {what}"
     )
+
+
+def interval(spread: dict[str, Any] | None, form: str) -> str:
+    """The interval of a spread; empty where it has none."""
+    bounds = spread and spread.get("interval")
+    return "–".join(format(bound, form) for bound in bounds) if bounds else ""
 
 
 def number(value: Any, form: str) -> str:

@@ -51,6 +51,7 @@ def make_result(
         "definitions": list(DEFINITIONS),
         "settings": settings,
         "rows_of_tasks": {task.name: list(task.rows) for task in tasks},
+        "roles": bench.roles(),
         "shared_hardware": bench.shared,
         "step_ms": {
             str(batch): folder.kept(f"steps-{batch}", lambda b=batch: bench.step_times(prompt, b))

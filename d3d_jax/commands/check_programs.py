@@ -28,7 +28,7 @@ from d3d_jax.sampling import SamplingParams
 from d3d_jax.train.config import TrainConfig
 from d3d_jax.train.distillation import Teacher
 from d3d_jax.train.packing import build_row
-from d3d_jax.train.step import make_optimizer, make_step, state_shardings
+from d3d_jax.train.step import abstract_state, make_optimizer, make_step, state_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +76,7 @@ def train_step(
         drafter.model, mesh, stacked=True, dtype=jnp.float32, drafter=drafter.drafter
     )
     shardings = state_shardings(optimizer, params, mesh)
-    opt = jax.eval_shape(optimizer.init, params)
-    whole = {"params": params, "opt": opt, "step": jax.ShapeDtypeStruct((), jnp.int32)}
-    state = jax.tree.map(_abstract, whole, shardings)
+    state = abstract_state(optimizer, params, shardings)
     row = build_row([], config.max_tokens, config.max_blocks)
     batch = jax.tree.map(lambda x: np.broadcast_to(x, (config.batch_rows, *x.shape)), row)
     devices = NamedSharding(mesh, PartitionSpec(mesh.axis_names))

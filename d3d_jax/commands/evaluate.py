@@ -28,9 +28,9 @@ from d3d_jax.train.policies import compare, most_candidates
 
 def run(options: Evaluate) -> None:
     """Measures and prints a table, or one JSON object."""
-    drafter, params = load_checked(options.drafter, options.target)
     dataset = open_dataset(options.data, options.split)
-    check_data(drafter, dataset)
+    check_data(find_checked(options.drafter, options.target)[2], dataset)
+    drafter, params = load_checked(options.drafter, options.target)
     start_jax()
     figures = measure(
         drafter, params, dataset, options.documents, options.block_size, options.policies
@@ -53,10 +53,20 @@ def load_checked(
     Raises:
       D3DError: not a drafter, or one of another target or tokenizer.
     """
-    folder, target_folder = resolve_model(name_or_path), resolve_model(target)
-    _, config = check_drafter_files(folder, target_folder)
-    check_drafter(config, Tokenizer.from_folder(target_folder), folder)
+    folder, target_folder, _ = find_checked(name_or_path, target)
     return read_drafter(folder, target_folder, stacked=True, mesh=mesh, dtype=np.float32)
+
+
+def find_checked(name_or_path: str | Path, target: str) -> tuple[Path, Path, Drafter]:
+    """The folders of a drafter and its target, and what the drafter is; no weights are read.
+
+    Raises:
+      D3DError: as of `load_checked`.
+    """
+    folder, target_folder = resolve_model(name_or_path), resolve_model(target)
+    drafter = Drafter(*check_drafter_files(folder, target_folder))
+    check_drafter(drafter.drafter, Tokenizer.from_folder(target_folder), folder)
+    return folder, target_folder, drafter
 
 
 def check_data(drafter: Drafter, dataset: ResponseDataset) -> None:

@@ -130,7 +130,7 @@ def record(
         "check": [
             {
                 "setting": str(prediction.setting),
-                "prompts": len(decoded.replies),
+                "prompts": len(decoded.points[0].answers),
                 "max_new_tokens": options.max_new_tokens,
                 "predicted": figures(prediction),
                 "measured": measured_figures(decoded, checked),
@@ -160,7 +160,7 @@ def measured_figures(decoded: Decoded, checked: Checked) -> dict[str, Any]:
 
 def _rounded(of: Prediction | Decoded, speedup: float) -> dict[str, Any]:
     return {
-        "tau": round(of.tau, 4),
+        "tau": None if of.tau is None else round(of.tau, 4),
         "hit_rate": None if of.hit_rate is None else round(of.hit_rate, 4),
         "round_ms": round(1e3 * of.round_seconds, 4),
         "tokens_per_second": round(of.tokens_per_second, 2),

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from d3d_jax.commands import prune_report
-from d3d_jax.commands.evaluate import check_data, load_checked
+from d3d_jax.commands.evaluate import check_data, find_checked, load_checked
 from d3d_jax.commands.prune_options import Prune
 from d3d_jax.commands.runtime import Bar, note, start_jax
 from d3d_jax.files import write_json
@@ -22,20 +22,23 @@ from d3d_jax.models.sharding import make_mesh
 from d3d_jax.train.config import load_config
 from d3d_jax.train.dataset import open_dataset
 from d3d_jax.train.pruning import Outcome, PruneConfig, Pruning, Step
+from d3d_jax.train.responses import SPLITS
 
 
 def run(options: Prune) -> None:
     """Checks that everything fits together, prunes, and prints what each step came to."""
     training = load_config(options.config, options.overrides)
-    drafter, params = load_checked(options.drafter, options.target)
-    dataset = open_dataset(options.data, "train")
-    check_data(drafter, dataset)
-    named = max(options.drafter_indices or (0,)) + 1
-    start_jax(cpu_devices=max(named, options.fsdp * options.tensor))
-    devices = chosen_devices("--drafter-devices", options.drafter_indices)
     config = PruneConfig(
         options.layers, options.keep, options.by, options.recovery, options.documents
     )
+    dataset, validation = (open_dataset(options.data, split) for split in SPLITS)
+    drafter = find_checked(options.drafter, options.target)[2]
+    check_data(drafter, dataset)
+    config.check_depth(drafter.model.num_hidden_layers)
+    named = max(options.drafter_indices or (0,)) + 1
+    start_jax(cpu_devices=max(named, options.fsdp * options.tensor))
+    devices = chosen_devices("--drafter-devices", options.drafter_indices)
+    drafter, params = load_checked(options.drafter, options.target)
     with Bar("pruning", training.steps) as bar:
         pruning = Pruning(
             drafter,
@@ -43,7 +46,7 @@ def run(options: Prune) -> None:
             config,
             training,
             dataset,
-            open_dataset(options.data, "validation"),
+            validation,
             resolve_model(options.target),
             options.out,
             _Progress(bar),
@@ -103,13 +106,12 @@ def table(tau: float, steps: list[Step]) -> Table:
 
 
 def candidates(criterion: str, steps: list[Step]) -> Table:
-    """What every removal would have come to, step by step."""
+    """What every removal would have come to, a column for each step."""
     score = "τ" if criterion == "tau" else "negative KL"
-    found = Table("layers", title=f"{score} without each layer")
-    layers = list(steps[0].candidates)
-    for layer in layers:
-        found.add_column(layer, justify="right")
+    found = Table("without layer", title=f"{score} without each layer, by layers left")
     for step in steps:
-        scores = (step.candidates.get(layer) for layer in layers)
-        found.add_row(str(step.depth), *("" if s is None else f"{s:.3f}" for s in scores))
+        found.add_column(str(step.depth), justify="right")
+    for layer in steps[0].candidates:
+        scores = (step.candidates.get(layer) for step in steps)
+        found.add_row(layer, *("" if score is None else f"{score:.3f}" for score in scores))
     return found

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from d3d_jax.commands.benchmark_options import OVERALL
-from d3d_jax.commands.benchmark_report import STEPS, number
+from d3d_jax.commands.benchmark_report import STEPS, interval, number
 from d3d_jax.commands.published import NOTE, PUBLISHED
 from d3d_jax.commands.report_files import Source
 
@@ -55,11 +55,8 @@ def ranged(spread: dict[str, Any] | None, form: str) -> str:
     """A median with the interval of one that was measured repeatedly; empty for None."""
     if spread is None:
         return ""
-    middle, interval = format(spread["median"], form), spread["interval"]
-    if interval is None:
-        return middle
-    low, high = (format(bound, form) for bound in interval)
-    return f"{middle} ({low} – {high})"
+    bounds = interval(spread, form)
+    return f"{spread['median']:{form}}" + (f" ({bounds})" if bounds else "")
 
 
 def settings_table(sources: Sequence[Source]) -> str:
@@ -72,8 +69,8 @@ def settings_table(sources: Sequence[Source]) -> str:
         figures = [settings["target"], settings["drafter"] or "shipped", settings["block_size"]]
         figures += [settings["policy"], settings["dtype"] or "default"]
         figures += [settings["max_new_tokens"], ", ".join(sorted(set(machine["devices"])))]
-        commit = machine.get("commit") or ""
-        commit = commit[:10] + "+" * commit.endswith("+")  # of files that differ from it
+        commit, plus, changes = (machine.get("commit") or "").partition("+")
+        commit = commit[:10] + plus + changes
         figures.append(f"{machine['jax']} {commit}".strip())
         rows.append([source.name, *("" if f is None else str(f) for f in figures)])
     return markdown(("run", *names), rows)
@@ -274,6 +271,8 @@ def sweep_table(rows: Sequence[Row], axis: str) -> str:
             ]
         )
         for name, form in _PLANNED.items():
-            found[-1] += [number(row[name], form), number(planned.get(name), form)]
+            measured = row[name]
+            text = ranged(measured, form) if isinstance(measured, dict) else number(measured, form)
+            found[-1] += [text, number(planned.get(name), form)]
         found[-1].append(f"{row['identical']}/{row['compared']}")
     return markdown([*header, "same"], found)

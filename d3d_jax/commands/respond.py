@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +33,12 @@ from d3d_jax.infer.loading import model_name
 from d3d_jax.infer.model import ModelFiles, open_model
 from d3d_jax.processes import first_does, is_first, meet, refuse_different, refuse_lost
 from d3d_jax.sampling import SamplingParams
-from d3d_jax.train.dataset import ResponseDataset, build_dataset, open_dataset
+from d3d_jax.train.dataset import (
+    ResponseDataset,
+    build_dataset,
+    document_digest,
+    open_dataset,
+)
 from d3d_jax.train.imports import import_responses
 from d3d_jax.train.prompts import Prompt, PromptSource, file_name, open_prompts
 from d3d_jax.train.respond import Asked, respond
@@ -298,17 +304,18 @@ def ensure_dataset(responses: Path) -> Path:
 
 
 def _is_of(dataset: Path, responses: Path) -> bool:
-    """Whether a dataset holds these responses and no others, by all but their tokens."""
-    manifest, found = read_manifest(responses), set()
-    for one in _splits(dataset):
-        if one.manifest != manifest:
-            return False
-        columns = (one.indices, one.lengths.prompt, one.lengths.total)
-        found.update((one.split, *row) for row in np.stack(columns, axis=1).tolist())
-    return found == {
-        (r.split, r.index, len(r.prompt_ids), len(r.prompt_ids) + len(r.response_ids))
+    """Whether a dataset holds these responses and no others."""
+    manifest = read_manifest(responses)
+    left = {
+        (r.split, r.index): document_digest(r.prompt_ids + r.response_ids, len(r.prompt_ids))
         for r in read_responses(responses)
     }
+    for one in _splits(dataset):
+        held = [left.pop((one.split, index), b"") for index in one.indices.tolist()]
+        same = hashlib.sha256(b"".join(held)).hexdigest() == one.digest
+        if one.manifest != manifest or not same:
+            return False
+    return not left
 
 
 def _splits(dataset: Path) -> list[ResponseDataset]:

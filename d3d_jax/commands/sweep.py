@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import numpy as np
 from d3d_jax.branches import BestFirst, Policy, Rectangle
 from d3d_jax.commands import report_plots
 from d3d_jax.commands.benchmark_folder import MeasuredFolder
-from d3d_jax.commands.evaluate import check_data, load_checked
+from d3d_jax.commands.evaluate import check_data, find_checked, load_checked
 from d3d_jax.commands.loading import DecoderFiles, open_decoder
 from d3d_jax.commands.option_groups import Decoding
 from d3d_jax.commands.plan import Policies, measure_profile, recorded_prompt
@@ -28,12 +28,14 @@ from d3d_jax.commands.runtime import Bar, busy, note, start_jax
 from d3d_jax.commands.sweep_options import KIND, Sweep
 from d3d_jax.errors import D3DError
 from d3d_jax.files import write_json
+from d3d_jax.infer.benchmark_summary import summarise
 from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.loading import model_name
-from d3d_jax.infer.measure import or_out_of_memory, share_hardware
+from d3d_jax.infer.measure import share_hardware
 from d3d_jax.infer.measure_rounds import Decoded, decode, machine, measure_times
 from d3d_jax.infer.plan import Prediction, Profile, Setting, Times, predict
 from d3d_jax.infer.target import Target
+from d3d_jax.memory import or_out_of_memory
 from d3d_jax.models import checkpoint
 from d3d_jax.models.safetensors_folder import weights_digest
 from d3d_jax.train.dataset import ResponseDataset, open_dataset
@@ -57,6 +59,13 @@ class Case:
 
 
 Axes = dict[str, list[Case]]
+DEFINITIONS = (
+    "Measured: as d3d benchmark does, prefills not counted; tokens/s and speedup are medians over "
+    "the repeats, in which the settings take turns, with the 95 % interval of the mean in brackets "
+    "(Student's t). τ is pooled over the rounds of these prompts, a reply's last left out.",
+    "Planned: by the speed model, from single steps timed alone and acceptance on --documents "
+    "responses of the data, these prompts or others; all rows of a batch are taken to be busy.",
+)
 
 
 def run(options: Sweep) -> None:
@@ -78,19 +87,18 @@ def run(options: Sweep) -> None:
         {axis: [case for case in cases if case.drafter == number] for axis, cases in axes.items()}
         for number in range(len(files))
     ]
-    profiles = [
-        _profile(options, dataset, f, _policies(own))
-        for f, own in zip(files, of_drafter, strict=True)
-    ]
+    for f in files:
+        assert f.drafter is not None
+        check_data(find_checked(f.drafter.folder, options.target)[2], dataset)
     with busy(f"loading {options.target} and {len(files)} drafters"):
         model = files[0].target.load(files[0].mesh, options.dtype and jnp.dtype(options.dtype))
         roles = [f.drafter.load(model) for f in files if f.drafter is not None]
     rows: dict[str, list[dict[str, Any]]] = {axis: [] for axis in axes}
     failed: list[str] = []
     try:
-        for number, (role, profile, own) in enumerate(
-            zip(roles, profiles, of_drafter, strict=True)
-        ):
+        for number, (role, f, own) in enumerate(zip(roles, files, of_drafter, strict=True)):
+            make = functools.partial(_profile, options, dataset, f, _policies(own))
+            profile = Profile.from_json(folder.kept(f"profile-{number}", make))
             measuring = Measuring(options, folder, number, model.target, role, prompts)
             for axis, found in measuring.rows(profile, own).items():
                 rows[axis] += found
@@ -178,60 +186,66 @@ class Measuring:
         Settings of one batch size take turns; one that is on several axes is decoded once.
         """
         settings = list(dict.fromkeys(case.setting for cases in axes.values() for case in cases))
-        batches = sorted({setting.batch for setting in settings})
         found: dict[Setting, dict[str, Any]] = {}
-        for batch in list(batches):
+        times: dict[int, Times] = {}
+        for batch in sorted({setting.batch for setting in settings}):
             own = [Setting("plain", batch), *(s for s in settings if s.batch == batch)]
             name = f"decoded-{self.number}-{batch}"
             decoded = self.folder.kept(name, functools.partial(self._decoded, own))
             if isinstance(decoded, str):
                 self.failed.append(f"{batch} at a time is left out, {decoded}")
-                batches.remove(batch)
+                continue
+            found |= dict(zip(own, decoded, strict=True))
+            timed = functools.partial(self._times, policies_of(own[1:]), batch)
+            raw = self.folder.kept(f"times-{self.number}-{batch}", timed)
+            if isinstance(raw, str):
+                self.failed.append(f"{batch} at a time has no plan, {raw}")
             else:
-                found |= dict(zip(own, decoded, strict=True))
-        if not batches:
-            return {axis: [] for axis in axes}
-        timed = functools.partial(self._times, _policies(axes), batches)
-        times = Times.from_json(self.folder.kept(f"times-{self.number}", timed))
+                times[batch] = Times.from_json(raw)
         separate = not share_hardware(self.target, self.role)
         layers = self.role.config.num_hidden_layers
+
+        def row(case: Case) -> dict[str, Any]:
+            own = times.get(case.setting.batch)
+            planned = None if own is None else _planned(own, profile, case, separate)
+            return _row(case, found[case.setting], layers, planned)
+
         return {
-            axis: [
-                _row(case, found[case.setting], layers, _planned(times, profile, case, separate))
-                for case in cases
-                if case.setting in found
-            ]
+            axis: [row(case) for case in cases if case.setting in found]
             for axis, cases in axes.items()
         }
 
     def _decoded(self, settings: Sequence[Setting]) -> list[dict[str, Any]] | str:
         """The figures of each setting of one batch size, plain decoding first."""
         batch = settings[0].batch
-        whole = self.prompts[: len(self.prompts) // batch * batch]
         with Bar(f"decoding, {batch} at a time", 1) as bar:
             decoded = or_out_of_memory(
                 lambda: decode(
                     self.target,
                     self.role,
                     settings,
-                    whole,
+                    self.prompts,
                     self.options.max_new_tokens,
                     bar.update_total,
+                    self.options.repeats,
                 )
             )
         return decoded if isinstance(decoded, str) else [_figures(d, decoded[0]) for d in decoded]
 
-    def _times(self, policies: Policies, batches: Sequence[int]) -> dict[str, Any]:
-        with Bar("timing steps", 1) as bar:
-            return measure_times(
-                self.target,
-                self.role,
-                policies,
-                batches,
-                layers=[self.role.config.num_hidden_layers],
-                context=self.options.context,
-                progress=bar.update_total,
-            ).to_json()
+    def _times(self, policies: Policies, batch: int) -> dict[str, Any] | str:
+        with Bar(f"timing steps, {batch} at a time", 1) as bar:
+            times = or_out_of_memory(
+                lambda: measure_times(
+                    self.target,
+                    self.role,
+                    policies,
+                    [batch],
+                    layers=[self.role.config.num_hidden_layers],
+                    context=self.options.context,
+                    progress=bar.update_total,
+                )
+            )
+        return times if isinstance(times, str) else times.to_json()
 
 
 def _planned(times: Times, profile: Profile, case: Case, separate: bool) -> Prediction | None:
@@ -243,12 +257,18 @@ def _planned(times: Times, profile: Profile, case: Case, separate: bool) -> Pred
 
 
 def _figures(decoded: Decoded, plain: Decoded) -> dict[str, Any]:
-    same = [a.token_ids == b.token_ids for a, b in zip(decoded.replies, plain.replies, strict=True)]
+    """As a benchmark gives them (`summarise`)."""
+    found = summarise(decoded.points, plain.points, devices=1)
+    same = [
+        a.token_ids == b.token_ids
+        for ours, theirs in zip(decoded.points, plain.points, strict=True)
+        for a, b in zip(ours.answers, theirs.answers, strict=True)
+    ]
     return {
-        "tau": round(decoded.tau, 4),
-        "hit_rate": None if decoded.hit_rate is None else round(decoded.hit_rate, 4),
-        "tokens_per_second": round(decoded.tokens_per_second, 3),
-        "speedup": round(decoded.tokens_per_second / plain.tokens_per_second, 4),
+        "tau": found["tau_pooled"],
+        "hit_rate": found["hit_rate"],
+        "tokens_per_second": found["tokens_per_second_decode"],
+        "speedup": found["speedup_decode"],
         "compared": len(same),
         "identical": sum(same),
     }
@@ -294,14 +314,19 @@ def _depth(files: DecoderFiles) -> int:
     return checkpoint.read_config(files.drafter.folder)[0].num_hidden_layers
 
 
+def policies_of(settings: Iterable[Setting]) -> Policies:
+    """Their policies by block size."""
+    found: Policies = {}
+    for setting in settings:
+        own = found.setdefault(setting.block_size, [])
+        if setting.policy is not None and setting.policy not in own:
+            own.append(setting.policy)
+    return found
+
+
 def _policies(axes: Axes) -> Policies:
     """The policies on all axes by block size."""
-    found: Policies = {}
-    for case in itertools.chain.from_iterable(axes.values()):
-        own = found.setdefault(case.setting.block_size, [])
-        if case.setting.policy is not None and case.setting.policy not in own:
-            own.append(case.setting.policy)
-    return found
+    return policies_of(case.setting for cases in axes.values() for case in cases)
 
 
 def _profile(
@@ -309,12 +334,12 @@ def _profile(
     dataset: ResponseDataset,
     files: DecoderFiles,
     policies: Policies,
-) -> Profile:
+) -> dict[str, Any]:
+    """Acceptance on recorded responses, as JSON types."""
     assert files.drafter is not None
     drafter, params = load_checked(files.drafter.folder, options.target)
-    check_data(drafter, dataset)
     with busy("measuring acceptance on recorded responses"):
-        return measure_profile(drafter, params, dataset, options.documents, policies)
+        return measure_profile(drafter, params, dataset, options.documents, policies).to_json()
 
 
 def _settings(
@@ -324,7 +349,7 @@ def _settings(
     settings = dataclasses.asdict(options)
     for name in ("out", "json"):
         del settings[name]
-    data = {"documents": len(dataset), **dataset.manifest.to_json()}
+    data = {"digest": dataset.digest, **dataset.manifest.to_json()}
     weights = [weights_digest(f.drafter.folder) for f in files if f.drafter is not None]
     return settings | {
         "data": data,
@@ -343,6 +368,7 @@ def _finish(
     """Writes JSON and plots, and prints the tables."""
     result = {
         "kind": KIND,
+        "definitions": DEFINITIONS,
         "settings": settings,
         "failed": failed,
         "axes": rows,

@@ -32,6 +32,7 @@ class Sweep:
       concurrency: Numbers of prompts decoded together to compare.
       split: Part of the dataset.
       samples: Prompts to decode, evenly spread.
+      repeats: How often every setting is measured.
       documents: Responses to measure acceptance on for the plan, evenly spread; 0 for all.
       max_new_tokens: Longest reply, the stop token included.
       context: Tokens in the caches while single steps are timed.
@@ -51,6 +52,7 @@ class Sweep:
     concurrency: Annotated[tuple[int, ...], arg("N ...", "none")] = ()
     split: Literal["train", "validation"] = "validation"
     samples: int = 8
+    repeats: int = 3
     documents: int = 32
     max_new_tokens: int = 96
     context: int = 128
@@ -62,7 +64,7 @@ class Sweep:
 
     def __post_init__(self) -> None:
         at_least(0, documents=self.documents)
-        at_least(1, samples=self.samples, context=self.context)
+        at_least(1, samples=self.samples, context=self.context, repeats=self.repeats)
         at_least(2, max_new_tokens=self.max_new_tokens)
         for name, minimum in (
             ("block_size", 2),

@@ -7,16 +7,17 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from d3d_jax.commands.evaluate import check_data, load_checked
+from d3d_jax.commands.evaluate import check_data, find_checked, load_checked
 from d3d_jax.commands.options import Train
 from d3d_jax.commands.runtime import Bar, join_processes, note, start_jax
 from d3d_jax.drafter import Drafter, Params
 from d3d_jax.infer.placement import chosen_devices
-from d3d_jax.models.sharding import make_mesh
+from d3d_jax.memory import enough_memory
+from d3d_jax.models.sharding import make_mesh, model_mesh
 from d3d_jax.processes import is_first
 from d3d_jax.train.config import TrainConfig, load_config
-from d3d_jax.train.dataset import open_dataset
-from d3d_jax.train.trainer import Trainer
+from d3d_jax.train.dataset import ResponseDataset, open_dataset
+from d3d_jax.train.trainer import MORE_ROOM, Trainer, packed_batches
 
 
 def run(options: Train) -> None:
@@ -30,7 +31,12 @@ def run(options: Train) -> None:
         start_jax(cpu_devices=max(named, options.fsdp * options.tensor))
     devices = chosen_devices("--drafter-devices", options.drafter_indices)
     mesh = make_mesh(devices, fsdp=options.fsdp, tensor=options.tensor)
-    drafter, params = load_checked(options.drafter, options.target, mesh)
+    # All that can be refused is, before weights are read.
+    drafter = find_checked(options.drafter, options.target)[2]
+    dataset = _datasets(drafter, options.data)[0]
+    packed_batches(config, dataset, model_mesh(mesh, drafter.model))
+    with enough_memory(MORE_ROOM):
+        drafter, params = load_checked(options.drafter, options.target, mesh)
     exported = train(drafter, params, config, options.data, options.out, mesh)
     if is_first():
         note(f"the trained drafter is in {exported}")
@@ -55,12 +61,18 @@ def train(
     Raises:
       D3DError: data of another target, a run of other settings, or what `Trainer.train` raises.
     """
-    dataset, validation = open_dataset(data, "train"), open_dataset(data, "validation")
-    check_data(drafter, dataset)
+    dataset, validation = _datasets(drafter, data)
     with Bar("training", config.steps) as bar:
         report = _Report(bar) if is_first() else lambda metrics: None
         trainer = Trainer(drafter, params, config, dataset, validation, out, report, mesh)
         return trainer.train()
+
+
+def _datasets(drafter: Drafter, data: Path) -> tuple[ResponseDataset, ResponseDataset]:
+    """The training and the validation split (`D3DError` if they are not the drafter's)."""
+    dataset, validation = open_dataset(data, "train"), open_dataset(data, "validation")
+    check_data(drafter, dataset)
+    return dataset, validation
 
 
 class _Report:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from d3d_jax import intervals
 from d3d_jax.errors import D3DError
 from d3d_jax.infer import benchmark_bench, engine
 from d3d_jax.infer.batch import Batch
@@ -16,7 +17,6 @@ from d3d_jax.infer.benchmark_summary import (
     acceptance,
     divergences,
     merged,
-    student_interval,
     summarise,
 )
 from d3d_jax.infer.engine import Engine
@@ -55,7 +55,10 @@ def test_acceptance_by_known_answers():
     assert found["tau_mean"] == pytest.approx((7 / 3 + 1) / 2, abs=1e-4)
     assert found["tau_pooled"] == 2.0
     assert found["acceptance_by_offset"] == [0.5, 0.25, 0.25]
+    # Of two replies that count any, both drawn or one of them twice: 7/3, 2 and 1.
+    assert found["tau_interval"] == [1.0, 2.3333]
     nothing = acceptance([answer([9])])
+    assert nothing["tau_interval"] is None
     assert nothing["tau_mean"] is None is nothing["tau_pooled"] and nothing["rounds"] == 0
 
 
@@ -83,12 +86,20 @@ def test_speeds_and_speedups_by_known_answers():
     assert found["hit_rate"] == 0.25
     assert summarise(ours, None, devices=2)["speedup_decode"] is None
     # One standard error is 1, and t(0.975) of one degree of freedom 12.706.
-    assert student_interval([1.0, 3.0]) == pytest.approx([2 - 12.706, 2 + 12.706], abs=1e-3)
-    assert found["speedup_decode"]["interval"] == student_interval([2.0, 5.0, 4.0])
+    assert intervals.student([1.0, 3.0]) == pytest.approx([2 - 12.706, 2 + 12.706], abs=1e-3)
+    low, high = intervals.student([2.0, 5.0, 4.0])
+    assert found["speedup_decode"]["interval"] == pytest.approx([low, high], rel=1e-4)
     assert summarise(ours[:1], plain[:1], 1)["speedup_decode"]["interval"] is None
-    # What a peer says with its prefill is no decoding, however many tokens they are.
-    ahead = Point([dataclasses.replace(answer([5, 2]), token_ids=list(range(11)))], 1.0, 7.0)
-    assert summarise([ahead], None, 1)["tokens_per_second_decode"]["median"] == 1.0
+    # What a peer says with its prefill is no decoding, however many tokens they are; and nobody
+    # knows what its host did.
+    said = [dataclasses.replace(answer([5, 2]), token_ids=list(range(11)))]
+    peer = Point(said, 1.0, 7.0, None, None, 2, compiled=None, peak_bytes=[None])
+    found = summarise([peer], None, 1)
+    assert found["tokens_per_second_decode"]["median"] == 1.0
+    assert found["round_ms"]["median"] == 3500.0 and found["peak_bytes"] == [None]
+    unknown = ("host_ms_per_round", "benchmark_overhead", "compiled_while_timed")
+    assert all(found[name] is None for name in unknown)
+    assert merged([peer, peer]).host is None and merged([peer, peer]).rounds == 4
     both = summarise([merged(ours[:2])], [merged(plain[:2])], devices=1)
     assert both["tokens"] == 22 and both["replies"] == 2
     assert both["speedup_decode"]["median"] == pytest.approx(15 / 4.5, rel=1e-4)

@@ -14,9 +14,9 @@ from d3d_jax.branches import BestFirst, Rectangle
 from d3d_jax.commands.plan import block_sizes, choose_policies
 from d3d_jax.commands.plan_report import best_of, measured_figures, print_check
 from d3d_jax.errors import D3DError
+from d3d_jax.infer.benchmark import Answer, Point
 from d3d_jax.infer.measure_rounds import Decoded, timed_policies
 from d3d_jax.infer.plan import Profile, Setting, StepTime, Times, drafting, predict, recommend
-from d3d_jax.infer.replies import Reply
 from d3d_jax.train.acceptance import Acceptance
 from tests.tiny_folders import write_drafter, write_target
 
@@ -249,14 +249,19 @@ def test_the_check_shows_speedups_over_plain_decoding_of_the_same_prompts(capsys
     plan = recommend(TIMES, [PROFILE], [2], separate=True)
     best = best_of(plan, 2, lambda p: p.setting.mode)
     assert [p.setting.mode for p in best] == ["async", "plain", "sync"]
-    # Of two rows the one that took 20 rounds ended last; the first tokens are the prefill's.
-    replies = [Reply(list(range(31)), 12, 3, 11), Reply(list(range(51)), 20, 9, 19)]
+    # Two rows side by side take 20 rounds; the first tokens are the prefill's. Of τ the last rounds
+    # of both are left out; the second repeat is a half slower, the third as much faster.
+    said = [
+        Answer(0, 0, [1], list(range(31)), [3] * 4 + [2] * 7 + [4], 3, 11),
+        Answer(1, 0, [1], list(range(51)), [3] * 11 + [2] * 8 + [1], 9, 19),
+    ]
     checked = [
-        (p, Decoded(p.setting, replies, s, 20)) for p, s in zip(best, (1, 4, 2), strict=True)
+        (p, Decoded(p.setting, [Point(said, 1.0, s * f, rounds=20) for f in (1, 1.5, 0.5)]))
+        for p, s in zip(best, (1, 4, 2), strict=True)
     ]
     found = measured_figures(checked[0][1], checked)
     assert found == {
-        "tau": 2.5,
+        "tau": 2.5,  # 12 + 14 + 33 + 16 tokens in 30 rounds
         "hit_rate": 0.4,
         "round_ms": 50.0,
         "tokens_per_second": 80.0,
@@ -316,8 +321,8 @@ def test_the_command_measures_predicts_and_checks(folder, capsys):
     assert steps == {(step, 2) for step in STEPS}
     # Plain, sync, and async with two policies.
     assert len(found["shared_hardware"]) == len(found["separate_devices"]) == 4
-    # Of three prompts one group of two.
-    assert [row["prompts"] for row in found["check"]] == [2, 2, 2]
+    # The third takes the slot that is freed first.
+    assert [row["prompts"] for row in found["check"]] == [3, 3, 3]
     for row in found["check"]:
         predicted, measured = row["predicted"], row["measured"]
         assert predicted.keys() == measured.keys()

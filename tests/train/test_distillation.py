@@ -99,10 +99,10 @@ def test_distillation_on_a_mesh_is_that_on_one_device():
     )
     params = jax.device_get(params)
 
-    def train(mesh):
+    def train(mesh, taught=True):
         step, (state, *rest) = test_step.prepare(mesh, True, test_step.ADAM)
         where = parameters.shardings(params, sharding.model_mesh(mesh, config))
-        teacher = Teacher(drafter, steps.place(params, where), 0.01)
+        teacher = Teacher(drafter, steps.place(params, where), 0.01) if taught else None
         for _ in range(2):
             state, metrics = step(state, *rest, teacher)
         return jax.device_get((state["params"], metrics))
@@ -114,3 +114,6 @@ def test_distillation_on_a_mesh_is_that_on_one_device():
         split,
         alone,
     )
+    alone_untaught = train(sharding.make_mesh(jax.devices()[:1]), taught=False)
+    losses = [float(metrics["diffusion"]) for _, metrics in (alone, alone_untaught)]
+    assert abs(losses[0] - losses[1]) > 0.1

@@ -9,6 +9,7 @@ import yaml
 
 from d3d_jax import cli
 from d3d_jax.commands.options import Train
+from d3d_jax.errors import D3DError, LostProcessError
 from d3d_jax.train.config import CONFIGS, load_config
 
 LAUNCH = Path(__file__).resolve().parents[2] / "train/launch"
@@ -69,6 +70,9 @@ def test_the_pods_of_kubernetes_meet_at_the_first_of_them(launch, tmp_path):
     assert service["metadata"]["name"] == pod["subdomain"]
     assert service["spec"]["selector"] == {"job-name": name}
     (container,) = pod["containers"]
+    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["containerName"] == container["name"]
+    assert rule["onExitCodes"]["values"] == [D3DError.exit_status] != [LostProcessError.exit_status]
     (script,) = container["args"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {
         volume["name"] for volume in pod["volumes"]
@@ -83,8 +87,8 @@ def test_the_pods_of_kubernetes_meet_at_the_first_of_them(launch, tmp_path):
         processes = options.processes
         assert processes.coordinator == f"{name}-0.{pod['subdomain']}:8476"
         assert (processes.num_processes, processes.process_id) == (2, index)
-        # Two nodes of eight GPUs, one row a device.
-        assert load_config(options.config, options.overrides).micro_batches == 16
+        config = load_config(options.config, options.overrides)
+        assert config.batch_rows == 16 * config.micro_batches  # two nodes of eight, a row a device
         assert options.fsdp == container["resources"]["limits"]["nvidia.com/gpu"]
 
 

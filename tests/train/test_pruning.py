@@ -1,7 +1,9 @@
 import dataclasses
 import functools
 import json
+import os
 import resource
+import signal
 
 import jax
 import numpy as np
@@ -151,6 +153,29 @@ def test_no_validation_responses_are_refused_before_anything_is_written(home, tm
     assert not (tmp_path / "out").exists()
 
 
+def test_a_ranking_that_is_stopped_keeps_the_candidates_it_measured(home, tmp_path, monkeypatch):
+    measured = []
+
+    def measure(self, drafter):
+        def one(params, gates):
+            measured.append(gates.tolist())
+            if len(measured) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return float(gates @ np.array([4.0, 1.0, 2.0, 3.0]))
+
+        return one
+
+    monkeypatch.setattr(Pruning, "_measure", measure)
+    monkeypatch.setattr(Pruning, "_tau", lambda self, drafter, params: 2.0)
+    changes = dict(layers=3, recovery="none")
+    with pytest.raises(D3DError, match="stopped by SIGTERM; what was measured is kept"):
+        pruned(home, tmp_path, **changes).run()
+    assert len(measured) == 3
+    outcome = pruned(home, tmp_path, **changes).run()
+    assert outcome.steps[0].removed == 1 and len(measured) == 5
+    assert len({tuple(gates) for gates in measured}) == 5
+
+
 def test_a_depth_that_loses_too_much_is_not_exported(home, tmp_path, monkeypatch):
     taus = iter([2.0, 1.9, 1.99, 1.5, 1.9])  # unpruned; removed, recovered; removed, recovered
     monkeypatch.setattr(Pruning, "_tau", lambda self, drafter, params: next(taus))
@@ -172,10 +197,9 @@ def test_the_table_of_candidates_goes_by_layers_of_the_unpruned_drafter():
     ]
     found = candidates("tau", steps)
     assert [[column.header, *column.cells] for column in found.columns] == [
-        ["layers", "2", "1"],
-        ["0", "1.250", "1.125"],
-        ["1", "1.500", ""],
-        ["2", "1.000", "1.000"],
+        ["without layer", "0", "1", "2"],
+        ["2", "1.250", "1.500", "1.000"],
+        ["1", "1.125", "", "1.000"],
     ]
 
 

@@ -144,7 +144,10 @@ def test_a_full_disk_ends_the_run_and_what_was_written_stays(tmp_path, monkeypat
     assert answers(tmp_path / "full") == answers(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("change", ["another seed", "other indices", "other lengths", "nothing"])
+CHANGES = {"other lengths": [5, 6, 2], "other tokens": [6, 2]}
+
+
+@pytest.mark.parametrize("change", ["another seed", "other indices", *CHANGES, "nothing"])
 def test_a_dataset_of_other_responses_is_built_again(tmp_path, change):
     manifest = dataclasses.replace(MANIFEST, sampling={"greedy": False, "seed": 1})
 
@@ -160,7 +163,7 @@ def test_a_dataset_of_other_responses_is_built_again(tmp_path, change):
     if change == "another seed":
         manifest = dataclasses.replace(manifest, sampling={"greedy": False, "seed": 2})
     indices = range(1, 4) if change == "other indices" else range(3)
-    write(manifest, indices, [5, 6, 2] if change == "other lengths" else [5, 2])
+    write(manifest, indices, CHANGES.get(change, [5, 2]))
     assert ensure_dataset(tmp_path) == dataset
     assert open_dataset(dataset, "train").manifest == manifest
     assert (made == (dataset / "lengths.npz").stat().st_mtime_ns) == (change == "nothing")

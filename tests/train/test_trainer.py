@@ -155,6 +155,9 @@ def test_the_best_can_be_exported_and_what_is_not_trained_by_may_change(
         path = (tmp_path / "checkpoints/5/default").absolute()
         best = checkpointer.restore(path)["params"]["norm"]
     np.testing.assert_array_equal(weights(out)["norm"], best.astype(jnp.bfloat16))
+    # The record of what made an export stays.
+    with pytest.raises(D3DError, match="ended run with train export best, and this one has last"):
+        make_trainer(tmp_path, dataset, **changes | {"export": "last"})
 
 
 def test_a_run_that_diverges_stops_and_leaves_both_states(tmp_path, dataset):
@@ -201,16 +204,17 @@ def test_a_full_disk_ends_a_run_in_one_sentence_and_loses_nothing(tmp_path, data
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_too_little_memory_ends_a_run_in_one_sentence(tmp_path, dataset, monkeypatch):
+@pytest.mark.parametrize("where", ["initial_state", "make_step", "place"])
+def test_too_little_memory_ends_a_run_in_one_sentence(where, tmp_path, dataset, monkeypatch):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 9 bytes.\nat")
+
     def make_step(*_):
-        def step(*_):
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 9 bytes.\nat")
+        full.trace = lambda *_: types.SimpleNamespace(jaxpr=jax.make_jaxpr(jnp.sin)(1.0).jaxpr)
+        return full
 
-        step.trace = lambda *_: types.SimpleNamespace(jaxpr=jax.make_jaxpr(jnp.sin)(1.0).jaxpr)
-        return step
-
-    monkeypatch.setattr(trainers, "make_step", make_step)
-    with pytest.raises(D3DError, match=r"more micro_batches, .* \(RESOURCE_EXHAUSTED: .* bytes.\)"):
+    monkeypatch.setattr(trainers, where, make_step if where == "make_step" else full)
+    with pytest.raises(D3DError, match=r"micro_batches, .* \(RESOURCE_EXHAUSTED: .* bytes.\)"):
         make_trainer(tmp_path, dataset).train()
 
 
