@@ -206,15 +206,14 @@ def decode(
     decoders = [_decoder(target, drafter, setting, max_new_tokens) for setting in settings]
     for decoder in decoders:
         decoder.warm_up(list(prompts))
+    params = SamplingParams(max_new_tokens=max_new_tokens)
     found = [Decoded(setting, []) for setting in settings]
     total = repeats * len(settings)
     for done in range(total):
         progress(done, total)
         repeat, turn = divmod(done, len(settings))
         at = (repeat + turn) % len(settings)
-        point = measure(
-            decoders[at], conversations, chat, lambda _: SamplingParams(), settings[at].batch
-        )
+        point = measure(decoders[at], conversations, chat, lambda _: params, settings[at].batch)
         found[at].points.append(point)
     progress(total, total)
     return found
@@ -272,16 +271,16 @@ def _commit() -> str | None:
     """
     root = Path(d3d_jax.__file__).resolve().parents[1]
 
-    def git(*args: str) -> str:
+    def git(*args: str) -> bytes:
         command = ["git", "-C", str(root), *args]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, check=True).stdout.strip()
 
     try:
         # An installed package may lie inside the checkout of something else.
-        if Path(git("rev-parse", "--show-toplevel")) != root:
+        if Path(os.fsdecode(git("rev-parse", "--show-toplevel"))) != root:
             return None
-        changed = git("diff", "HEAD")
-        digest = hashlib.sha256(changed.encode()).hexdigest()
-        return git("rev-parse", "HEAD") + (f"+{digest[:8]}" if changed else "")
+        changed = git("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--binary", "HEAD")
+        digest = hashlib.sha256(changed).hexdigest()
+        return git("rev-parse", "HEAD").decode() + (f"+{digest[:8]}" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -51,7 +51,7 @@ class Timing:
     While requests are under way, every moment belongs to the report that was read next.
 
     Attributes:
-      prefill: of reports of prompts, which say first tokens.
+      prefill: of reports of pieces of prompts, the last of which say first tokens.
       decode: of reports of rounds.
       host: spent by the host on its own: dispatching rounds and handling what was reported, not
         waiting for a device and not dispatching the reading of prompts.

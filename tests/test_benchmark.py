@@ -185,10 +185,14 @@ def test_too_little_memory_fails_its_own_points_alone(models, tmp_path, monkeypa
     failed = [(row["task"], row["concurrency"]) for row in rows if "failed" in row]
     assert failed == [("one", 2), ("two", 2), ("overall", 2)]
     assert len(rows) == 12 and all("tau_pooled" in row for row in rows if "failed" not in row)
-    # With more room the same command tries again what had failed, and only that.
+    # It is tried again when asked for, with what it is compared with, and only that.
     monkeypatch.setattr(Decoder, "warm_up", warm_up)
-    alone = {p: p.stat().st_mtime_ns for p in (tmp_path / "out/points").glob("*concurrency1-*")}
+    points = tmp_path / "out/points"
+    every = {path: path.stat().st_mtime_ns for path in points.iterdir()}
     assert run(models, tmp_path / "out", *args) == 0
+    assert {path: path.stat().st_mtime_ns for path in every} == every
+    alone = {path: every[path] for path in points.glob("*concurrency1-*")}
+    assert run(models, tmp_path / "out", *args, "--retry") == 0
     rows = json.loads((tmp_path / "out/benchmark.json").read_text())["results"]
     assert len(rows) == 12 and not any("failed" in row for row in rows)
     assert {path: path.stat().st_mtime_ns for path in alone} == alone

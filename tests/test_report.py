@@ -1,6 +1,7 @@
 """`d3d report` by known figures, and `d3d sweep` on tiny models."""
 
 import json
+import re
 from pathlib import Path
 
 from d3d_jax import cli
@@ -98,6 +99,22 @@ def test_published_figures_are_marked_and_never_of_other_settings(tmp_path, caps
     (row,) = [line for line in alone.splitlines() if line.startswith("| gsm8k")]
     assert "4.00 × (τ 4.00)" in row and "7.48 ×" in row and "5.15 × (τ 6.54)" in row
     assert "| average as published |  |" in alone and "5.71 × (τ 7.73)" in alone
+
+
+def test_what_is_committed_can_be_reported(tmp_path):
+    results = Path(__file__).parents[1] / "results"
+    files = [*results.glob("benchmark-*.json"), *results.glob("sweep-*.json")]
+    assert len(files) >= 3
+    for file in files:
+        copy = tmp_path / file.stem / file.name
+        copy.parent.mkdir()
+        copy.write_bytes(file.read_bytes())
+    copies = [str(tmp_path / file.stem / file.name) for file in files]
+    assert cli.main(["report", *copies, "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out/report.md").read_text()
+    assert all(f"{file.stem}: sync" in text for file in files if "sweep" not in file.name)
+    # With an interval over repeats.
+    assert re.search(r"\d\.\d\d \(\d\.\d\d–\d\.\d\d\) × \(τ", text)
 
 
 def test_what_a_report_refuses(tmp_path, capsys):

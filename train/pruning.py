@@ -174,7 +174,6 @@ class Pruning:
         self.mesh = sharding.model_mesh(self.mesh or sharding.make_mesh(), self.drafter.model)
         self.training = resolved(self.training, self.mesh)
         packed_batches(self.training, self.dataset, self.mesh)  # refuses what recovery would
-        self._came: Callable[[], int] = lambda: 0
         self._offline: dict[int, OfflineAcceptance] = {}
         self._acceptance(self.drafter)
         self._record = _Record(self.out, self._settings())
@@ -188,10 +187,6 @@ class Pruning:
           D3DError: what `Trainer.train` raises; a signal also ends a ranking, candidates that were
             measured are kept.
         """
-        with noted(signal.SIGTERM) as self._came:
-            return self._run()
-
-    def _run(self) -> Outcome:
         whole, steps = self.drafter.model.num_hidden_layers, self._record.steps
         if self._record.tau is None:
             self.report("measuring", {})
@@ -216,13 +211,12 @@ class Pruning:
         ranking, ranked = self._ranking(folder / "ranking.json", drafter, params)
         pruned, own = without(drafter, params, ranking.least)
         before = self._tau(pruned, own)
-        self._look()
         clock = time.perf_counter()
-        if self.config.recovery == "none":
-            if not (folder / "drafter").exists():
+        if not (folder / "drafter").exists():
+            if self.config.recovery == "none":
                 save_drafter(folder / "drafter", pruned, own)
-        else:
-            self._trainer(pruned, own, folder).train()
+            else:
+                self._trainer(pruned, own, folder).train()
         seconds = time.perf_counter() - clock
         # What was exported, whose weights are rounded.
         tau = self._tau(*self._read(depth))
@@ -259,26 +253,22 @@ class Pruning:
             found = Ranking(raw["whole"], scores)
         if found.whole is not None and len(found.scores) == len(layers):
             return found, spent
-        clock = time.perf_counter() - spent
+        clock, measure = time.perf_counter() - spent, self._measure(drafter)
+        with noted(signal.SIGTERM) as came:
 
-        def keep(found: Ranking) -> None:
-            nonlocal spent
-            spent = round(time.perf_counter() - clock, 2)
-            write_json(file, dataclasses.asdict(found) | {"seconds": spent})
-            self._look()
+            def keep(found: Ranking) -> None:
+                nonlocal spent
+                spent = round(time.perf_counter() - clock, 2)
+                write_json(file, dataclasses.asdict(found) | {"seconds": spent})
+                if number := came():
+                    raise StoppedError(
+                        f"stopped by {signal.Signals(number).name}; what was measured is kept: the "
+                        "same command continues",
+                        number,
+                    )
 
-        found = importance.by_measure(
-            self._measure(drafter), self._placed(params), layers, found, keep
-        )
+            found = importance.by_measure(measure, self._placed(params), layers, found, keep)
         return found, spent
-
-    def _look(self) -> None:
-        """Raises `StoppedError` if a signal came."""
-        if number := self._came():
-            name = signal.Signals(number).name
-            raise StoppedError(
-                f"stopped by {name}; what was measured is kept: the same command continues", number
-            )
 
     def _measure(self, drafter: Drafter) -> importance.Measure:
         if self.config.criterion == "tau":

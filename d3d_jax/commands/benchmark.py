@@ -22,7 +22,7 @@ from d3d_jax.commands.option_groups import Decoding, thinking_switch
 from d3d_jax.commands.runtime import Bar, busy, note, start_jax
 from d3d_jax.config import Mode
 from d3d_jax.errors import D3DError
-from d3d_jax.infer.benchmark import Conversation, Point
+from d3d_jax.infer.benchmark import Conversation
 from d3d_jax.infer.benchmark_bench import Bench
 from d3d_jax.infer.benchmark_peer import PEERS, TorchPeer, peer_machine
 from d3d_jax.infer.decoding import Decoder
@@ -81,8 +81,7 @@ def _measure(
 ) -> None:
     """Measures what is missing; a mode that runs out of memory is noted as failed there.
 
-    What failed is tried again, and the modes of one repeat are measured in one sitting: a ratio of
-    two days would be none.
+    The modes of one repeat are measured in one sitting: a ratio of two days would be none.
     """
     conversations = {task.name: task.conversations for task in tasks}
     every = list(itertools.chain.from_iterable(conversations.values()))
@@ -90,12 +89,14 @@ def _measure(
     done = 0
     with Bar("benchmark", sum(map(len, groups))) as bar:
         for group in groups:
-            whole = {
-                place
-                for place, own in itertools.groupby(group, lambda key: (key.task, key.repeat))
-                if all(isinstance(folder.read(key), Point) for key in own)
-            }
-            missing = [key for key in group if (key.task, key.repeat) not in whole]
+            missing: list[Key] = []
+            for _, sitting in itertools.groupby(group, lambda key: (key.task, key.repeat)):
+                own = list(sitting)
+                found = [folder.read(key) for key in own]
+                again = options.retry and any(isinstance(point, str) for point in found)
+                if again or None in found:
+                    folder.delete(own)
+                    missing += own
             done += len(group) - len(missing)
             decoders, first = {}, group[0]
             for mode in options.modes:
@@ -151,7 +152,7 @@ def _groups(options: Benchmark, tasks: Sequence[Task]) -> list[list[Key]]:
 def settings(options: Benchmark, files: DecoderFiles, tasks: Sequence[Task]) -> dict[str, Any]:
     """All that decides what is measured, for the folder."""
     given = dataclasses.asdict(options)
-    for name in ("out", "json", "trace", "tasks", "prompts"):
+    for name in ("out", "json", "trace", "retry", "tasks", "prompts"):
         del given[name]
     return {
         **given,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,11 @@ class BenchmarkFolder(MeasuredFolder):
         """Keeps a point, or why it failed."""
         raw = {"failed": point} if isinstance(point, str) else dataclasses.asdict(point)
         write_json(self._file(key), raw, indent=None)
+
+    def delete(self, keys: Iterable[Key]) -> None:
+        """Forgets points."""
+        for key in keys:
+            self._file(key).unlink(missing_ok=True)
 
     def finish(self, result: dict[str, Any]) -> Path:
         """Writes the result; returns its path."""

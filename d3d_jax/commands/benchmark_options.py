@@ -25,8 +25,8 @@ KIND, OVERALL = "d3d benchmark", "overall"
 class Benchmark:
     """Measure plain, synchronous and asynchronous decoding on benchmark prompts.
 
-    Every finished point (temperature, concurrency, task, repeat, mode) is kept in --out: the same
-    command continues an interrupted run. At the end everything is in --out/benchmark.json.
+    Every repeat of a task whose modes are all measured is kept in --out: the same command continues
+    an interrupted run. At the end everything is in --out/benchmark.json.
 
     Attributes:
       target: Model to decode: a name, hub id, folder or .gguf file.
@@ -54,6 +54,7 @@ class Benchmark:
       dtype: Type of weights, activations and caches.
       trace: Afterwards decode a short reply in each drafting mode under JAX's profiler, for the
         timeline of `d3d report`.
+      retry: Try again what ran out of memory before.
       json: Print benchmark.json instead of tables.
       placement: Which devices hold the models.
     """
@@ -82,6 +83,7 @@ class Benchmark:
         DType | None, arg("{float32,bfloat16}", "float32 on CPU, else the checkpoint's")
     ] = None
     trace: bool = False
+    retry: bool = False
     json: bool = False
     placement: Placement = dataclasses.field(default_factory=Placement)
 

@@ -189,14 +189,11 @@ class Here:
         for batch in dict.fromkeys(self.options.batch):
             best = best_of(plan, batch, lambda p: p.setting.mode)
             settings = [prediction.setting for prediction in best]
+            # So many that every row of a batch is busy, as the prediction takes it to be.
+            whole = prompts[: len(prompts) // batch * batch]
             with Bar(f"decoding at batch {batch}", 1) as bar:
                 found = decode(
-                    target,
-                    drafter,
-                    settings,
-                    prompts,
-                    self.options.max_new_tokens,
-                    bar.update_total,
+                    target, drafter, settings, whole, self.options.max_new_tokens, bar.update_total
                 )
             checked += zip(best, found, strict=True)
         return checked

@@ -158,7 +158,8 @@ def sweep(path: Path, rows: Sequence[Row], axis: str) -> None:
     planned: list[str] = []
     for row in rows:
         name = f"{row['series']}, {row['mode']}" if row["series"] else row["mode"]
-        found.setdefault(name, []).append((row["value"], row["speedup"]["median"]))
+        if row["speedup"]:
+            found.setdefault(name, []).append((row["value"], row["speedup"]["median"]))
         if row["predicted"]:
             planned.append(f"{name}, planned")
             point = row["value"], row["predicted"]["speedup"]

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from d3d_jax.commands.option_groups import Processes
 from d3d_jax.compilation import keep_compiled
-from d3d_jax.errors import D3DError, StoppedError
+from d3d_jax.errors import D3DError, LostProcessError, StoppedError
 from d3d_jax.infer.model import ModelFiles
 from d3d_jax.signals import noted
 from d3d_jax.train.prompts import Prompt
@@ -58,7 +58,7 @@ def join_processes(processes: Processes) -> None:
     """Meets the other processes of this run; before anything touches a device.
 
     Raises:
-      D3DError: the environment does not say where they meet, or they did not come.
+      D3DError: the environment does not say where they meet; `LostProcessError`: they did not come.
     """
     try:
         jax.distributed.initialize(
@@ -67,11 +67,13 @@ def join_processes(processes: Processes) -> None:
             processes.process_id,
             shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         )
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:
         raise D3DError(
             "the processes of this run cannot meet; give --coordinator, --num-processes and "
             f"--process-id ({error})"
         ) from None
+    except RuntimeError as error:
+        raise LostProcessError(f"the processes of this run did not meet ({error})") from None
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from d3d_jax.infer.measure import share_hardware
 from d3d_jax.infer.measure_rounds import Decoded, decode, machine, measure_times
 from d3d_jax.infer.plan import Prediction, Profile, Setting, Times, predict
 from d3d_jax.infer.target import Target
-from d3d_jax.memory import or_out_of_memory
+from d3d_jax.memory import enough_memory, or_out_of_memory
 from d3d_jax.models import checkpoint
 from d3d_jax.models.safetensors_folder import weights_digest
 from d3d_jax.train.dataset import ResponseDataset, open_dataset
@@ -90,15 +90,19 @@ def run(options: Sweep) -> None:
     for f in files:
         assert f.drafter is not None
         check_data(find_checked(f.drafter.folder, options.target)[2], dataset)
+    profiles = []
+    for number, (f, own) in enumerate(zip(files, of_drafter, strict=True)):
+        make = functools.partial(_profile, options, dataset, f, _policies(own))
+        profiles.append(Profile.from_json(folder.kept(f"profile-{number}", make)))
     with busy(f"loading {options.target} and {len(files)} drafters"):
         model = files[0].target.load(files[0].mesh, options.dtype and jnp.dtype(options.dtype))
         roles = [f.drafter.load(model) for f in files if f.drafter is not None]
     rows: dict[str, list[dict[str, Any]]] = {axis: [] for axis in axes}
     failed: list[str] = []
     try:
-        for number, (role, f, own) in enumerate(zip(roles, files, of_drafter, strict=True)):
-            make = functools.partial(_profile, options, dataset, f, _policies(own))
-            profile = Profile.from_json(folder.kept(f"profile-{number}", make))
+        for number, (role, profile, own) in enumerate(
+            zip(roles, profiles, of_drafter, strict=True)
+        ):
             measuring = Measuring(options, folder, number, model.target, role, prompts)
             for axis, found in measuring.rows(profile, own).items():
                 rows[axis] += found
@@ -338,7 +342,8 @@ def _profile(
     """Acceptance on recorded responses, as JSON types."""
     assert files.drafter is not None
     drafter, params = load_checked(files.drafter.folder, options.target)
-    with busy("measuring acceptance on recorded responses"):
+    advice = "the whole drafter must fit one device in float32"
+    with enough_memory(advice), busy("measuring acceptance on recorded responses"):
         return measure_profile(drafter, params, dataset, options.documents, policies).to_json()
 
 

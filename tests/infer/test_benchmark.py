@@ -21,8 +21,10 @@ from d3d_jax.infer.benchmark_summary import (
 )
 from d3d_jax.infer.engine import Engine
 from d3d_jax.infer.measure import LogitGap, logit_gap
+from d3d_jax.infer.measure_rounds import decode
+from d3d_jax.infer.plan import Setting
 from d3d_jax.sampling import Sampling, SamplingParams, choose
-from tests.infer.test_decoding import models, roles
+from tests.infer.test_decoding import PROMPTS, models, roles
 from tests.tiny_models import greedy
 
 COUNT = 16
@@ -189,6 +191,19 @@ def test_every_moment_of_a_point_is_of_what_was_waited_for(mode, concurrency, mo
     assert point.prefill == waited.count(False) == 6, "every turn has a prompt"
     assert point.decode == 100 * waited.count(True) > 0
     assert point.outside == 0 and (concurrency > 1 or point.decode == 100 * point.rounds)
+
+
+def test_settings_decode_the_same_prompts_as_far_as_they_are_told():
+    """Three prompts in two slots, and nothing is compiled on the clock."""
+    config, params = models()
+    target, drafter = roles()
+    settings = [Setting("plain", 2), Setting("sync", 2, drafter.width)]
+    plain, sync = decode(target, drafter, settings, PROMPTS[:3], 8, repeats=2)
+    wanted = [greedy(config, params, prompt, 8) for prompt in PROMPTS[:3]]
+    for point in (*plain.points, *sync.points):
+        assert [a.token_ids for a in point.answers] == wanted and point.compiled == 0
+    assert len(plain.points) == len(sync.points) == 2
+    assert plain.tau == 1.0 and plain.hit_rate is None is sync.hit_rate
 
 
 def test_a_turn_that_no_longer_fits_is_left_out_and_counted():

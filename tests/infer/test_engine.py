@@ -17,6 +17,7 @@ from d3d_jax.infer.batch import Batch
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.drafter import DrafterRole
 from d3d_jax.infer.engine import Engine
+from d3d_jax.infer.role import Piece
 from d3d_jax.infer.target import Target
 from d3d_jax.models import decoder
 from d3d_jax.models.sharding import make_mesh
@@ -74,8 +75,14 @@ def test_requests_join_and_leave_without_recompiling(mode, miss):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_moment_belongs_to_the_report_that_is_read_next(mode, monkeypatch):
-    """By a clock that only waiting moves: 1 s for the report of a prompt, 100 s for a round's."""
+    """By a clock that only waiting moves: 1 s for a piece of a prompt, 100 s for a round."""
     target, drafter = roles()
+
+    def pairs(slot, prompt):
+        for start in range(0, len(prompt), 2):
+            yield Piece(slot, start, prompt[start : start + 2], start + 2 >= len(prompt))
+
+    monkeypatch.setattr(engines, "pieces", pairs)
     clock, rounds, waited, dispatch = [0.0], [], [], Batch.round
 
     def dispatched(self):
@@ -96,7 +103,8 @@ def test_every_moment_belongs_to_the_report_that_is_read_next(mode, monkeypatch)
     clock[0] += 5000.0  # nobody's: nothing is under way
     engine.submit(PROMPTS[0])
     drain(engine)
-    assert engine.timing.prefill == waited.count(False) == 4
+    read = sum(-(-len(prompt) // 2) for prompt in [*PROMPTS[:3], PROMPTS[0]])
+    assert engine.timing.prefill == waited.count(False) == read > 4
     assert engine.timing.decode == 100 * waited.count(True) > 0
 
 

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import resource
@@ -128,19 +129,26 @@ def test_pruning_to_a_depth_and_continuing_after_a_full_disk(home, tmp_path):
         pruned(home, tmp_path / "a", training, layers=1)
 
 
-@pytest.mark.parametrize("criterion, recovery", [("kl", "plain"), ("last", "responses")])
-def test_the_alternatives_recover_from_what_they_name(criterion, recovery, home, tmp_path):
-    """One step without warm-up: what it changes tells what it learnt from."""
+def test_recovery_learns_from_what_it_names(home, tmp_path):
+    """One step without warm-up from the same parameters: what it changes tells what it learnt."""
     training = dataclasses.replace(CONFIG, batch_rows=1, steps=1, warmup_steps=0, eval_every=1)
-    changes = dict(layers=3, criterion=criterion, recovery=recovery, documents=1)
-    outcome = pruned(home, tmp_path, training, **changes).run()
-    assert outcome.exported == 3
-    taught = json.loads((tmp_path / "depth-3/config.json").read_text())["teacher"]
-    assert (taught is None) == (recovery == "responses")
-    if taught is not None:
-        assert taught["margin"] is None and max(outcome.steps[0].candidates.values()) < 0
-    else:
-        assert outcome.steps[0].removed == DEPTH - 1
+    learnt = []
+    for recovery in ("responses", "plain", "margin"):
+        out = tmp_path / recovery
+        changes = dict(layers=3, criterion="last", recovery=recovery, documents=1)
+        outcome = pruned(home, out, training, **changes).run()
+        assert outcome.exported == 3 and outcome.steps[0].removed == DEPTH - 1
+        _, params = read_drafter(out / "drafter", home / "target", stacked=True)
+        learnt.append(np.asarray(params["layers"]["mlp"]["down"], np.float32))
+    assert all(np.any(a != b) for a, b in itertools.combinations(learnt, 2))
+
+
+def test_the_criterion_kl_removes_what_changes_the_drafter_least(home, tmp_path):
+    changes = dict(layers=3, criterion="kl", recovery="none", documents=1)
+    (step,) = pruned(home, tmp_path, **changes).run().steps
+    scores = {int(layer): score for layer, score in step.candidates.items()}
+    assert len(scores) == DEPTH and max(scores.values()) < 0
+    assert step.removed == max(scores, key=scores.__getitem__)
 
 
 def test_no_validation_responses_are_refused_before_anything_is_written(home, tmp_path):
