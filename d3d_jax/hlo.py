@@ -36,6 +36,7 @@ _LESS = re.compile(r" compare\(%?([\w.\-]+), %?([\w.\-]+)\), direction=LT")
 _ELEMENT = re.compile(r" get-tuple-element\(.*\), index=(\d+)")
 _CONSTANT = re.compile(r" constant\((\d+)\)")
 _TUPLE = re.compile(r" tuple\((.*?)\)(?:,|$)")
+_COPY = re.compile(r" copy\(%?([\w.\-]+)\)")
 _SUM = re.compile(r" add\(%?([\w.\-]+), %?([\w.\-]+)\)")
 _NOTE = re.compile(r"/\*.*?\*/")
 
@@ -179,6 +180,8 @@ def _trips(condition: Lines, body: Lines) -> int:
     if not (counter and limit and results):
         return 1
     advanced = results[1].split(",")[int(counter[1])].strip().removeprefix("%")
+    while copied := _COPY.search(steps.get(advanced, "")):
+        advanced = copied[1]
     terms = _SUM.search(steps.get(advanced, ""))
     by = terms and next(
         filter(None, (_CONSTANT.search(steps.get(x, "")) for x in terms.groups())), None

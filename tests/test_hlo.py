@@ -91,6 +91,15 @@ def test_loops_of_unknown_length_count_once(old, new):
     assert [c.times for c in found if c.kind == "collective-permute"] == [1]
 
 
+def test_a_counter_may_be_copied():
+    """From one memory to another, as the TPU compiler does in large programs."""
+    added = "%next = u32[]{:T(128)} add(%turn, %two)"
+    copied = added.replace("%next", "%sum") + "\n  %next = u32[]{:T(128)} copy(%sum)"
+    assert sorted(find_collectives(TPU.replace(added, copied)), key=str) == sorted(
+        find_collectives(TPU), key=str
+    )
+
+
 def test_loops_of_stated_length_and_branches_count():
     line = (
         "%while.1 = (f32[4,128]{1,0}, u32[], u32[]) while(%tuple), condition=%condition, body=%body"
