@@ -156,9 +156,7 @@ def test_the_best_can_be_exported_and_what_is_not_trained_by_may_change(
         best = checkpointer.restore(path)["params"]["norm"]
     np.testing.assert_array_equal(weights(out)["norm"], best.astype(jnp.bfloat16))
     # The record of what made an export stays.
-    with pytest.raises(
-        D3DError, match='ended run with .* "best", and this one has "last"'
-    ):
+    with pytest.raises(D3DError, match=r'ended run with .* "best", and this one has "last"'):
         make_trainer(tmp_path, dataset, **changes | {"export": "last"})
 
 
