@@ -174,7 +174,8 @@ def test_the_failure_of_one_ends_the_other_in_good_order(folder, failing):
     seconds = ["fail", 0.3] if failing == 0 else [0.3, "fail"]
     began = time.monotonic()
     with Run(folder, f"fails {failing}", 2, seconds=seconds) as both:
-        assert both.wait() == [2, 2], both.said()
+        # Of the other it is said that the same command may go on.
+        assert both.wait() == ([2, 75] if failing == 0 else [75, 2]), both.said()
     assert time.monotonic() - began < 50, "neither waits for JAX's own barrier"
     said = [log.read_text() for log in both.logs]
     assert "error: enough" in said[failing]
