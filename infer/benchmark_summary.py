@@ -127,8 +127,11 @@ def _own_work(points: Sequence[Point]) -> dict[str, Any]:
 
 def _highest(peaks: Sequence[Sequence[int | None]]) -> list[int | None]:
     """Of each device; None where one was not told."""
-    found = zip(*peaks, strict=True)
-    return [None if None in device else max(device) for device in found]  # type: ignore[type-var]
+    found = []
+    for device in zip(*peaks, strict=True):
+        told = [peak for peak in device if peak is not None]
+        found.append(max(told) if len(told) == len(device) else None)
+    return found
 
 
 def acceptance(answers: Sequence[Answer]) -> dict[str, Any]:

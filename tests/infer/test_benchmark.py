@@ -163,7 +163,7 @@ def test_a_point_asks_each_turn_after_the_models_own_reply(mode, concurrency):
     assert Point.from_json(dataclasses.asdict(point)) == point
 
 
-@pytest.mark.parametrize("mode, concurrency", [("plain", 1), ("async", 1), ("async", 2)])
+@pytest.mark.parametrize("mode, concurrency", [("async", 1), ("async", 2)])
 def test_every_moment_of_a_point_is_of_what_was_waited_for(mode, concurrency, monkeypatch):
     """By a clock that only waiting moves: 1 s for the report of a prompt, 100 s for a round's."""
     decoding = bench().warmed(mode, 0.0, concurrency, CONVERSATIONS)

@@ -204,7 +204,7 @@ def test_a_full_disk_ends_a_run_in_one_sentence_and_loses_nothing(tmp_path, data
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("where", ["initial_state", "make_step", "place"])
+@pytest.mark.parametrize("where", ["initial_state", "make_step"])
 def test_too_little_memory_ends_a_run_in_one_sentence(where, tmp_path, dataset, monkeypatch):
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 9 bytes.\nat")
