@@ -1,5 +1,6 @@
 """Every test process gets eight CPU devices, so that meshes of several axes can be tested."""
 
+import importlib.metadata
 import os
 import shutil
 import tempfile
@@ -19,10 +20,17 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
+EMITTERS = "xla_cpu_use_fusion_emitters"
+# Later versions do not know this flag of XLA, and would end the process at it.
+HAS_EMITTERS = importlib.metadata.version("jaxlib").startswith("0.10.")
 
 
 def pytest_configure(config):
     """The first process makes the cache; others, which inherit its environment, find it named."""
+    # Of two ways to emit fused operations the older compiles three times as fast. Its programs are
+    # slower, which matters to the real model among the slow tests.
+    if HAS_EMITTERS and "not slow" in config.option.markexpr:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{EMITTERS}=false"
     config.made = None
     if CACHE not in os.environ:
         config.made = os.environ[CACHE] = tempfile.mkdtemp(prefix="d3d-jax-tests-")
@@ -43,3 +51,16 @@ def optimized():
         jax.config.update("jax_disable_most_optimizations", False)
         yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def as_users_compile():
+    """Compiler options for tests that look at what became of a program."""
+    return {EMITTERS: True} if HAS_EMITTERS else {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_freed():
+    """Each compiled program takes places in memory, of which Linux gives a process only so many."""
+    yield
+    jax.clear_caches()

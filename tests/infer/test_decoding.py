@@ -177,7 +177,7 @@ def outcome_report(drafter, emitted):
         ("shift 1", (4, 2), 32),
         ("shift 0", (4, 2), 32),
         ("shift 1", 9, 40),
-        ("block of 16", (12, 2), 384),
+        pytest.param("block of 16", (12, 2), 384, marks=pytest.mark.slow),
         ("block of 16", (12, 5), 912),
     ],
 )

@@ -229,7 +229,7 @@ def long_roles():
     return config, params, Target(config, decoder.unstack(params), make_mesh(jax.devices()[:1]), ())
 
 
-@pytest.mark.parametrize("mode", ["plain", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("plain", marks=pytest.mark.slow), "async"])
 def test_long_prompts_are_read_in_chunks_beside_rows_that_decode(mode, monkeypatch):
     """1,300 tokens in three chunks, one between two rounds; every length about a chunk's end."""
     monkeypatch.setattr(engines, "PREFILL_TOKENS", 512)
@@ -288,7 +288,7 @@ def test_promise_3_sampling_says_the_same_in_every_mode_and_batch(mode, slots):
     assert [r.token_ids for r in replies[:3]] != expected()[:3]
 
 
-@pytest.mark.parametrize("mode", ["plain", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("plain", marks=pytest.mark.slow), "async"])
 def test_sampled_tokens_have_the_targets_distribution(mode):
     """Two tokens after a prompt, 1,536 seeds, against the exact probability of every pair."""
     vocab, seeds, temperature = 5, 1536, 0.8

@@ -43,7 +43,7 @@ def prompts(model):
 
 
 def test_greedy_output_equals_transformers(model, prompts):
-    """8 prompts of up to 96 new tokens, token for token; a near-tie would be shown as one."""
+    """4 prompts of up to 96 new tokens, token for token; a near-tie would be shown as one."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     theirs_model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -51,8 +51,8 @@ def test_greedy_output_equals_transformers(model, prompts):
     )
     stops = list(model.tokenizer.stop_ids)
     decoder = model.decoder(mode="plain", max_new_tokens=96)
-    ours = [reply.token_ids for reply in decoder.generate(prompts[:8])]
-    for prompt, tokens in zip(prompts[:8], ours, strict=True):
+    ours = [reply.token_ids for reply in decoder.generate(prompts[:4])]
+    for prompt, tokens in zip(prompts[:4], ours, strict=True):
         ids = torch.tensor([prompt])
         with torch.no_grad():
             output = theirs_model.generate(
