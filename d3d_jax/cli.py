@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "init-drafter": (options.InitDrafter, "d3d_jax.commands.init_drafter"),
     "train": (options.Train, "d3d_jax.commands.train"),
     "prune": (prune_options.Prune, "d3d_jax.commands.prune"),
+    "export": (options.Export, "d3d_jax.commands.export"),
     "evaluate": (options.Evaluate, "d3d_jax.commands.evaluate"),
     "calibrate": (options.Calibrate, "d3d_jax.commands.calibrate"),
     "compile-check": (check_options.CompileCheck, "d3d_jax.commands.compile_check"),
@@ -74,6 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except D3DError as error:
         _say(f"error: {error}")
         return _ended_early(error.exit_status)
+    except RuntimeError as error:
+        # Of JAX's runtime, where a command has no better advice.
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _say(f"error: a device has too little memory ({str(error).splitlines()[0]:.300})")
+        return _ended_early(2)
     except OSError as error:
         _say(f"error: {error.filename or 'input or output'}: {error.strerror or error}")
         return _ended_early(2)

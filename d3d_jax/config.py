@@ -177,6 +177,8 @@ class DrafterConfig:
         how often they come true (`d3d calibrate`); None where it has not been calibrated.
       pruned_layers: layers that pruning removed, in the order in which they went, by their indices
         in the drafter before any pruning (`d3d prune`).
+      mask_in_embedding: the folder stores no mask vector apart: it is the embedding's row of
+        `mask_token_id`, as `d3d export` writes it. A drafter that was read has one of its own.
     """
 
     block_size: int
@@ -192,6 +194,7 @@ class DrafterConfig:
     num_anchors: int = 0
     calibration: tuple[float, ...] | None = None
     pruned_layers: tuple[int, ...] = ()
+    mask_in_embedding: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "mask_token_id", "label_shift", "num_anchors"):
@@ -206,6 +209,8 @@ class DrafterConfig:
             raise D3DError(f"in_block must be bidirectional or causal, found {self.in_block!r}")
         if self.draft_vocab_size is not None and "head" not in self.shares:
             raise D3DError("a draft vocabulary selects rows of the target's head: share 'head' too")
+        if self.mask_in_embedding and "embed" in self.shares:
+            raise D3DError("a mask in the embedding needs an embedding of the drafter's own")
         unknown = set(self.shares) - {"embed", "head"}
         if unknown:
             raise D3DError(f"shares may name embed and head, found {sorted(unknown)}")

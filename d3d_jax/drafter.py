@@ -71,7 +71,10 @@ def read_drafter(
         params |= {name: shared[name] for name in config.shares if name in shared}
     if "draft_vocab" in params:
         _check_draft_vocab(folder, model, params["draft_vocab"])
-        params["head"] = _draft_head(params, mesh)
+        params["head"] = _rows(decoder.head_weight(params), params["draft_vocab"], "head", mesh)
+    if config.mask_in_embedding:
+        params["mask"] = _rows(params["embed"], config.mask_token_id, "mask", mesh)
+        config = dataclasses.replace(config, mask_in_embedding=False)
     return Drafter(model, config), params
 
 
@@ -106,14 +109,14 @@ def check_drafter_files(
     return model, config
 
 
-def _draft_head(params: Params, mesh: Mesh | None) -> Any:
-    """The rows [V', D] of the head that belong to the draft vocabulary."""
-    head, ids = decoder.head_weight(params), np.asarray(params["draft_vocab"])
+def _rows(table: Any, ids: Any, name: str, mesh: Mesh | None) -> Any:
+    """Rows [..., D] of an embedding or head [V, D], placed as the parameter of that name."""
+    ids = np.asarray(ids)
     if mesh is None:
-        return head[ids]
-    rows = jax.ShapeDtypeStruct((len(ids), head.shape[1]), head.dtype)
-    where = parameters.shardings({"head": rows}, mesh)["head"]
-    return jax.jit(lambda head, ids: head[ids], out_shardings=where)(head, ids)
+        return table[ids].copy()
+    rows = jax.ShapeDtypeStruct((*ids.shape, table.shape[1]), table.dtype)
+    where = parameters.shardings({name: rows}, mesh)[name]
+    return jax.jit(lambda table, ids: table[ids], out_shardings=where)(table, ids)
 
 
 def _check_draft_vocab(folder: Path, model: ModelConfig, ids: Any) -> None:
@@ -175,6 +178,53 @@ def save_drafter(
     own = {name: leaf for name, leaf in params.items() if name not in drafter.drafter.shares}
     checkpoint_writing.save_model(
         folder, drafter.model, own, drafter=drafter.drafter, dtype=dtype, extra_files=extra_files
+    )
+
+
+def export_drafter(
+    folder: Path, drafter_folder: Path, target_folder: Path, *, dtype: Any = None
+) -> None:
+    """Writes a drafter as an ordinary Hugging Face folder, which needs no target to be loaded.
+
+    It has the target's embedding and head where they were shared, all of the head where a draft
+    vocabulary took a part, the mask vector in the reserved row of the embedding, and the target's
+    tokenizer. Its `d3d` section says how the model drafts, so that it is read as a drafter, too:
+    one that predicts the whole vocabulary. Where embedding and head are one table, the reserved
+    id's score is that of the mask vector.
+
+    Args:
+      dtype: of the weights; None: the drafter's own.
+
+    Raises:
+      D3DError: not a drafter's folder, not its target, or the folder exists or cannot be written.
+    """
+    model, config = check_drafter_files(drafter_folder, target_folder)
+    params = checkpoint.load_params(drafter_folder, model, stacked=True, drafter=config)
+    if config.shares:
+        target, _ = checkpoint.read_config(target_folder)
+        shared = checkpoint.load_params(target_folder, target, stacked=False, layers=())
+        params |= {name: shared[name] for name in config.shares if name in shared}
+    params.pop("draft_vocab", None)
+    dtype = dtype or params["norm"].dtype
+    if not config.mask_in_embedding:
+        embed = np.array(params["embed"], dtype)
+        embed[config.mask_token_id] = params.pop("mask")
+        params["embed"] = embed
+    section = dataclasses.replace(
+        config,
+        shares=(),
+        draft_vocab_size=None,
+        # Temperatures are of the scores of one vocabulary.
+        calibration=config.calibration if config.draft_vocab_size is None else None,
+        mask_in_embedding=True,
+    )
+    checkpoint_writing.save_model(
+        folder,
+        model,
+        params,
+        drafter=section,
+        dtype=dtype,
+        source=target_folder,
     )
 
 

@@ -7,12 +7,59 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from d3d_jax.errors import D3DError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def check_file(path: Path) -> None:
+    """Refuses a file that could not be written, before anything long is run (`D3DError`)."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise D3DError(f"cannot write the file {path}: its folder must exist and be writable")
+
+
+def check_folder(path: Path) -> None:
+    """Makes a folder and writes to it, before anything long is run (`D3DError` where it cannot)."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".{os.getpid()}.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise D3DError(f"cannot write to the folder {path}: {error.strerror}") from None
+
+
+def hold(folder: Path, alone: bool = False) -> IO[str]:
+    """The lock of a folder, held together with others until it is closed or the process ends.
+
+    Args:
+      alone: nobody else may hold it at this moment.
+
+    Raises:
+      D3DError: somebody else does, or the folder cannot be written.
+    """
+    import fcntl  # Windows has none
+
+    name = folder / ".lock"
+    try:
+        lock = name.open("a+")
+    except OSError as error:
+        raise D3DError(f"cannot write {name}: {error.strerror}") from error
+    try:
+        if alone:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise D3DError(
+            f"another run is adding to {folder}; wait for its end or use another folder"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return lock
 
 
 @contextlib.contextmanager

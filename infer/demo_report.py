@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from rich import box
 from rich.table import Table
 
 from d3d_jax.config import Mode
-from d3d_jax.errors import D3DError
 from d3d_jax.files import picture, write_json
 from d3d_jax.infer.demo import MODES, Comparison, Summary
 from d3d_jax.infer.measure import StepTimes
@@ -114,21 +112,6 @@ def _sum(mode: Mode, parts: Parts, shared: bool) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
-
-
-def check_writable(out: Path) -> None:
-    """Makes the folder and tries it, before anything long is run.
-
-    Raises:
-      D3DError: it cannot be written.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / f".{JSON_NAME}.{os.getpid()}.tmp"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise D3DError(f"cannot write to the folder {out}: {error.strerror}") from None
 
 
 def save(

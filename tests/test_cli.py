@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from d3d_jax import cli
-from d3d_jax.commands import demo, from_scratch
+from d3d_jax.commands import demo, export, from_scratch
 from d3d_jax.models.tokenizer import Tokenizer
 from d3d_jax.train.prompts import read_prompts
 from d3d_jax.train.responses import read_manifest, read_responses
@@ -117,6 +118,17 @@ def test_modes_say_the_same_and_json_has_the_documented_fields(models, capsys):
     assert replies["plain"]["token_ids"] == replies["async"]["token_ids"]
     assert replies["plain"]["rounds"] == len(replies["plain"]["token_ids"]) - 1
     assert replies["plain"]["hit_rate"] is None is replies["sync"]["hit_rate"]
+
+
+def test_too_little_memory_is_one_sentence(models, capsys, monkeypatch):
+    def full(options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 9 bytes.\nat")
+
+    monkeypatch.setattr(export, "run", full)
+    folders = ["--target", str(models), "--drafter", str(models), "--out", str(models / "x")]
+    assert cli.main(["export", *folders]) == 2
+    said = "error: a device has too little memory (RESOURCE_EXHAUSTED: Out of memory: 9 bytes.)\n"
+    assert capsys.readouterr().err == said
 
 
 def test_text_is_streamed_to_stdout_and_figures_to_stderr(models, capsys, monkeypatch):

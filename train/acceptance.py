@@ -22,13 +22,17 @@ from d3d_jax import intervals
 from d3d_jax import layout as layouts
 from d3d_jax.drafter import Drafter, Params, candidates, predictions
 from d3d_jax.errors import D3DError
-from d3d_jax.models import decoder, sharding
+from d3d_jax.models import decoder, parameters, sharding
 from d3d_jax.train.dataset import ResponseDataset
 from d3d_jax.train.outcomes import Rounds
+from d3d_jax.train.step import place
 
 # Document lengths and anchor counts are rounded up to 1, 2, 3, 4, 6, 8, 12, 16, … times these, so
 # that few shapes are compiled; the logits of as many anchors of a document exist at once.
 TOKENS, ANCHORS = 128, 64
+# Tokens of blocks in one pass of a document, at most: a long response takes several, each with all
+# of its tokens. At W = 16 the four over 4,096 tokens compute a fifth more than one would.
+MOST_ROWS = 16384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +129,7 @@ class OfflineAcceptance:
             )
         count = min(documents or len(dataset), len(dataset))
         self.indices = np.linspace(0, len(dataset) - 1, count).round().astype(int)
-        self.drafter, self.dataset, self.width = drafter, dataset, width
+        self.drafter, self.dataset, self.width, self.mesh = drafter, dataset, width, mesh
         read, whole = functools.partial(read_blocks, drafter), None
         self._at_once = 1
         if mesh is not None:
@@ -133,6 +137,12 @@ class OfflineAcceptance:
             # Whole in every process, each of which walks all documents.
             read, whole = sharding.on_mesh(mesh, read), NamedSharding(mesh, PartitionSpec())
         self._read = jax.jit(read, static_argnames=("block_size", "count"), out_shardings=whole)
+
+    def place(self, params: Params) -> Params:
+        """Parameters on the devices that documents are read on."""
+        if self.mesh is None:
+            return jax.device_put(params)
+        return place(params, parameters.shardings(params, self.mesh))
 
     def measure(self, params: Params, gates: np.ndarray | None = None) -> Acceptance:
         """Walks every chosen document.
@@ -166,44 +176,71 @@ class OfflineAcceptance:
         if temperatures is None:
             temperatures = np.ones((1, self.width - 1 + config.label_shift))
         documents = [self.dataset[int(index)] for index in self.indices]
-        prepared = [_prepared(document, temperatures.shape[1]) for document in documents]
-        of_shape: dict[tuple[int, ...], list[int]] = {}
-        for number, (tokens, anchors, _) in enumerate(prepared):
-            of_shape.setdefault((len(tokens), len(anchors)), []).append(number)
-        parts: dict[int, Rounds] = {}
-        for numbers in of_shape.values():
-            for start in range(0, len(numbers), self._at_once):
-                group = numbers[start : start + self._at_once]
+        passes = [self._passes(document, temperatures.shape[1]) for document in documents]
+        of_shape: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for number, own in enumerate(passes):
+            for part, (tokens, anchors, _) in enumerate(own):
+                of_shape.setdefault((len(tokens), len(anchors)), []).append((number, part))
+        waiting: list[dict[int, Blocks]] = [{} for _ in passes]
+        rounds: dict[int, Rounds] = {}
+        for places in of_shape.values():
+            for start in range(0, len(places), self._at_once):
+                group = places[start : start + self._at_once]
                 whole = group + group[-1:] * (self._at_once - len(group))
-                said = self._read(
+                inputs = (passes[number][part] for number, part in whole)
+                read = self._read(
                     params,
-                    *(
-                        np.stack(arrays)
-                        for arrays in zip(*map(prepared.__getitem__, whole), strict=True)
-                    ),
+                    *(np.stack(arrays) for arrays in zip(*inputs, strict=True)),
                     temperatures.astype(np.float32),
                     gates,
                     block_size=self.width,
                     count=num_candidates,
                 )
-                said = [np.asarray(leaf) for leaf in said]
-                for at, number in enumerate(group):
-                    own = Blocks(*(leaf[at] for leaf in said))
-                    labels = prepared[number][2]
-                    parts[number] = self._rounds(
-                        number, documents[number], labels, own, temperatures
+                read = [np.asarray(leaf) for leaf in read]
+                for at, (number, part) in enumerate(group):
+                    waiting[number][part] = Blocks(*(leaf[at] for leaf in read))
+                    if len(waiting[number]) < len(passes[number]):
+                        continue
+                    # Of all its anchors only the rounds are kept.
+                    blocks = [waiting[number].pop(i) for i in range(len(passes[number]))]
+                    rounds[number] = self._rounds(
+                        number,
+                        documents[number],
+                        np.concatenate([labels for _, _, labels in passes[number]]),
+                        Blocks(*(np.concatenate(leaves) for leaves in zip(*blocks, strict=True))),
+                        temperatures,
                     )
-        found = Rounds.join([parts[number] for number in range(len(documents))])
-        of = [found.document == number for number in range(len(documents))]
-        room = np.sum(found.labels[:, : self.width - 1] >= 0, axis=1)
+        walked = [rounds[number] for number in range(len(documents))]
         acceptance = Acceptance(
             np.array([len(d["tokens"]) - 1 - d["prompt_length"] for d in documents]),
-            np.array([np.sum(rows) for rows in of]),
-            [found.accepted[rows] for rows in of],
-            [room[rows] for rows in of],
+            np.array([len(own.accepted) for own in walked]),
+            [own.accepted for own in walked],
+            [np.sum(own.labels[:, : self.width - 1] >= 0, axis=1) for own in walked],
             self.width,
         )
-        return acceptance, found
+        return acceptance, Rounds.join(walked)
+
+    def _passes(
+        self, document: dict[str, Any], offsets: int
+    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Tokens [S], anchors [A] and labels [A, P] of every pass over a document."""
+        tokens = document["tokens"]
+        padded = np.zeros((_rounded(len(tokens), TOKENS),), np.int32)
+        padded[: len(tokens)] = tokens
+        every = np.arange(document["prompt_length"], len(tokens) - 1, dtype=np.int32)
+        # A power of 2 of units, which are not rounded up.
+        most = ANCHORS * 2 ** (max(MOST_ROWS // (self.width * ANCHORS), 1).bit_length() - 1)
+        passes = []
+        for start in range(0, max(len(every), 1), most):
+            anchors = every[start : start + most]
+            slots = np.full((_rounded(len(anchors), ANCHORS),), -1, np.int32)
+            slots[: len(anchors)] = anchors
+            ahead = slots[:, None] + np.arange(1, offsets + 1)
+            # Past the end no draft matches, which cuts the last round as decoding does.
+            known = (slots[:, None] >= 0) & (ahead < len(tokens))
+            labels = np.where(known, tokens[np.minimum(ahead, len(tokens) - 1)], -1)
+            passes.append((padded, slots, labels.astype(np.int32)))
+        return passes
 
     def _rounds(
         self,
@@ -226,21 +263,6 @@ class OfflineAcceptance:
             block,
             *(leaf[rows] for leaf in (labels, accepted, *said)),
         )
-
-
-def _prepared(document: dict[str, Any], offsets: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens [S], anchors [A] and labels [A, P] of `read_blocks`."""
-    tokens = document["tokens"]
-    anchors = np.arange(document["prompt_length"], len(tokens) - 1, dtype=np.int32)
-    padded = np.zeros((_rounded(len(tokens), TOKENS),), np.int32)
-    padded[: len(tokens)] = tokens
-    slots = np.full((_rounded(len(anchors), ANCHORS),), -1, np.int32)
-    slots[: len(anchors)] = anchors
-    ahead = slots[:, None] + np.arange(1, offsets + 1)
-    # Past the end no draft matches, which cuts the last round as decoding does.
-    known = (slots[:, None] >= 0) & (ahead < len(tokens))
-    labels = np.where(known, tokens[np.minimum(ahead, len(tokens) - 1)], -1).astype(np.int32)
-    return padded, slots, labels
 
 
 def _rounded(count: int, unit: int) -> int:

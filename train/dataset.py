@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import tensorflow_datasets as tfds
 
+from d3d_jax.config import DrafterConfig
 from d3d_jax.errors import D3DError
 from d3d_jax.train.responses import SPLITS, Manifest, read_manifest, read_responses
 
@@ -37,6 +38,11 @@ class Lengths(NamedTuple):
 
     total: np.ndarray
     prompt: np.ndarray
+
+
+class _Info(tfds.core.DatasetInfo):
+    def initialize_from_bucket(self) -> None:
+        """Looks for no figures on TFDS's servers, for which it would leave a temporary folder."""
 
 
 class D3dResponses(tfds.core.GeneratorBasedBuilder):
@@ -54,7 +60,7 @@ class D3dResponses(tfds.core.GeneratorBasedBuilder):
     def _info(self) -> tfds.core.DatasetInfo:
         manifest = read_manifest(self._responses).to_json()
         # Built by hand: `dataset_info_from_configs` wants a package folder of metadata files.
-        return tfds.core.DatasetInfo(
+        return _Info(
             builder=self,
             description="Responses of a target model, for training a drafter of it.",
             features=tfds.features.FeaturesDict(
@@ -188,6 +194,25 @@ def open_dataset(folder: str | Path, split: str) -> ResponseDataset:
     for end in np.cumsum(splits[split].shard_lengths):
         dataset[int(end) - 1]
     return dataset
+
+
+def check_data(drafter: DrafterConfig, dataset: ResponseDataset) -> None:
+    """Refuses responses of another target, tokenizer or chat template than the drafter's.
+
+    Raises:
+      D3DError: naming what differs.
+    """
+    manifest = dataset.manifest
+    for what, ours, theirs in (
+        ("target", drafter.target, manifest.target),
+        ("tokenizer", drafter.tokenizer_fingerprint, manifest.tokenizer_fingerprint),
+        ("chat template", drafter.template_fingerprint, manifest.template_fingerprint),
+    ):
+        if ours != theirs:
+            raise D3DError(
+                f"{dataset.folder} holds responses with {what} {theirs:.80}, the drafter was made "
+                f"for {ours:.80}"
+            )
 
 
 def _damaged(folder: Path, what: object) -> D3DError:

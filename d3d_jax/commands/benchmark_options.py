@@ -7,13 +7,7 @@ import math
 from pathlib import Path
 from typing import Annotated
 
-from d3d_jax.commands.option_groups import (
-    DType,
-    Placement,
-    Thinking,
-    arg,
-    at_least,
-)
+from d3d_jax.commands.option_groups import Placement, RunDType, Thinking, arg, at_least
 from d3d_jax.config import Miss, Mode
 from d3d_jax.errors import D3DError
 
@@ -79,9 +73,7 @@ class Benchmark:
     block_size: Annotated[int | None, arg("W", "the drafter's own; on CPU at most 4")] = None
     policy: Annotated[str | None, arg("NAME:SIZES", "best-first:4")] = None
     miss: Miss = "stall"
-    dtype: Annotated[
-        DType | None, arg("{float32,bfloat16}", "float32 on CPU, else the checkpoint's")
-    ] = None
+    dtype: RunDType = None
     trace: bool = False
     retry: bool = False
     json: bool = False

@@ -11,19 +11,20 @@ import json
 import os
 from pathlib import Path
 
-import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from d3d_jax.branches import BestFirst
-from d3d_jax.commands.evaluate import check_data, load_checked
+from d3d_jax.commands.evaluate import find_checked, load_checked
+from d3d_jax.commands.loading import split_mesh
 from d3d_jax.commands.options import Calibrate
 from d3d_jax.commands.runtime import busy, note, start_jax
 from d3d_jax.errors import D3DError
 from d3d_jax.files import replacing
+from d3d_jax.models.sharding import model_mesh
 from d3d_jax.train.acceptance import OfflineAcceptance
-from d3d_jax.train.dataset import open_dataset
+from d3d_jax.train.dataset import check_data, open_dataset
 from d3d_jax.train.outcomes import (
     ENOUGH,
     TEMPERATURES,
@@ -45,18 +46,20 @@ def run(options: Calibrate) -> None:
         raise D3DError(f"{folder} is no folder of a drafter, whose config.json could be changed")
     if not os.access(folder, os.W_OK):
         raise D3DError(f"{folder} cannot be written; calibrate a copy of it")
-    drafter, params = load_checked(folder, options.target)
     dataset = open_dataset(options.data, options.split)
-    check_data(drafter, dataset)
-    start_jax()
-    acceptance = OfflineAcceptance(drafter, dataset, options.documents)
+    check_data(find_checked(folder, options.target)[2].drafter, dataset)
+    start_jax(cpu_devices=options.mesh.num_devices)
+    mesh = split_mesh(options.mesh)
+    drafter, params = load_checked(folder, options.target, mesh)
+    mesh = model_mesh(mesh, drafter.model)
+    acceptance = OfflineAcceptance(drafter, dataset, options.documents, mesh=mesh)
     width, offsets = acceptance.width, acceptance.width - 1 + drafter.drafter.label_shift
     # As many branches as the paper's fan-out of two takes.
     policy = BestFirst(2 * (width - 1) + 1, width)
     grid = np.tile(TEMPERATURES[:, None], (1, offsets))
     documents = len(acceptance.indices)
     with busy(f"measuring {documents} responses"):
-        rounds = acceptance.observe(jax.device_put(params), policy.num_candidates, grid)[1]
+        rounds = acceptance.observe(acceptance.place(params), policy.num_candidates, grid)[1]
     fitted = np.arange(documents) % 2 == 0
     labels = likelihood(rounds.of(fitted))[1]
     if labels[0] < ENOUGH or documents < 2:

@@ -17,6 +17,7 @@ from d3d_jax.commands.options import Demo
 from d3d_jax.commands.runtime import busy, duration, note, prompt_ids, start_jax
 from d3d_jax.config import Mode
 from d3d_jax.errors import D3DError
+from d3d_jax.files import check_folder
 from d3d_jax.infer import demo, demo_report
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.demo_view import make_view
@@ -31,7 +32,7 @@ PROMPTS = Path(d3d_jax.__file__).parent / "assets" / "prompts.jsonl"
 
 def run(options: Demo) -> None:
     """Finds or makes the drafter, decodes in all modes, prints the table, saves the figures."""
-    demo_report.check_writable(options.out)
+    check_folder(options.out)
     asked = held_out(read_prompts(PROMPTS), options.prompts)
     texts = [prompt.text for prompt in asked]
     thinking = thinking_switch(options.thinking)

@@ -13,15 +13,16 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
+from d3d_jax.commands.loading import split_mesh
 from d3d_jax.commands.options import Evaluate
 from d3d_jax.commands.runtime import busy, start_jax
 from d3d_jax.drafter import Drafter, Params, check_drafter_files, read_drafter
-from d3d_jax.errors import D3DError
 from d3d_jax.infer.loading import check_drafter
 from d3d_jax.models.registry import resolve_model
+from d3d_jax.models.sharding import model_mesh
 from d3d_jax.models.tokenizer import Tokenizer
 from d3d_jax.train.acceptance import Acceptance, OfflineAcceptance
-from d3d_jax.train.dataset import ResponseDataset, open_dataset
+from d3d_jax.train.dataset import ResponseDataset, check_data, open_dataset
 from d3d_jax.train.outcomes import check_offline
 from d3d_jax.train.policies import compare, most_candidates
 
@@ -29,11 +30,12 @@ from d3d_jax.train.policies import compare, most_candidates
 def run(options: Evaluate) -> None:
     """Measures and prints a table, or one JSON object."""
     dataset = open_dataset(options.data, options.split)
-    check_data(find_checked(options.drafter, options.target)[2], dataset)
-    drafter, params = load_checked(options.drafter, options.target)
-    start_jax()
+    check_data(find_checked(options.drafter, options.target)[2].drafter, dataset)
+    start_jax(cpu_devices=options.mesh.num_devices)
+    mesh = split_mesh(options.mesh)
+    drafter, params = load_checked(options.drafter, options.target, mesh)
     figures = measure(
-        drafter, params, dataset, options.documents, options.block_size, options.policies
+        drafter, params, dataset, options.documents, options.block_size, options.policies, mesh
     )
     if options.json:
         print(json.dumps(figures, ensure_ascii=False))
@@ -69,25 +71,6 @@ def find_checked(name_or_path: str | Path, target: str) -> tuple[Path, Path, Dra
     return folder, target_folder, drafter
 
 
-def check_data(drafter: Drafter, dataset: ResponseDataset) -> None:
-    """Refuses responses of another target, tokenizer or chat template than the drafter's.
-
-    Raises:
-      D3DError: naming what differs.
-    """
-    config, manifest = drafter.drafter, dataset.manifest
-    for what, ours, theirs in (
-        ("target", config.target, manifest.target),
-        ("tokenizer", config.tokenizer_fingerprint, manifest.tokenizer_fingerprint),
-        ("chat template", config.template_fingerprint, manifest.template_fingerprint),
-    ):
-        if ours != theirs:
-            raise D3DError(
-                f"{dataset.folder} holds responses with {what} {theirs:.80}, the drafter was made "
-                f"for {ours:.80}"
-            )
-
-
 def measure(
     drafter: Drafter,
     params: Params,
@@ -95,6 +78,7 @@ def measure(
     documents: int = 0,
     block_size: int | None = None,
     policies: bool = False,
+    mesh: Mesh | None = None,
 ) -> dict[str, Any]:
     """τ pooled, per response and by task, and how often each offset was reached.
 
@@ -102,14 +86,16 @@ def measure(
       documents: how many, evenly spread; 0 for all.
       block_size: W; None for the drafter's own.
       policies: also compares policies of asynchronous decoding (`train.policies.compare`).
+      mesh: of `sharding.make_mesh`, whose devices read responses side by side; None: one device.
 
     Raises:
       D3DError: no responses, a block size above the trained one, or policies of a drafter of
         shift 0.
     """
-    acceptance = OfflineAcceptance(drafter, dataset, documents, block_size)
+    mesh = mesh and model_mesh(mesh, drafter.model)
+    acceptance = OfflineAcceptance(drafter, dataset, documents, block_size, mesh)
     with busy(f"measuring {len(acceptance.indices)} responses"):
-        found, compared = _observe(acceptance, jax.device_put(params), policies)
+        found, compared = _observe(acceptance, acceptance.place(params), policies)
     tasks = dataset.tasks[acceptance.indices]
     by_task = {}
     for task in sorted(set(tasks.tolist())):

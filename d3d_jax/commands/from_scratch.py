@@ -19,7 +19,7 @@ from d3d_jax.commands.options import InitDrafter
 from d3d_jax.commands.respond_options import Respond
 from d3d_jax.commands.runtime import duration, note
 from d3d_jax.commands.train import train
-from d3d_jax.infer.demo_report import check_writable
+from d3d_jax.files import check_folder
 from d3d_jax.models import checkpoint
 from d3d_jax.models.registry import resolve_model
 from d3d_jax.models.sharding import make_mesh
@@ -52,7 +52,7 @@ def make_drafter(
     Raises:
       D3DError: a folder that cannot be written or holds something else.
     """
-    check_writable(work)
+    check_folder(work)
     began = time.perf_counter()
     note(f"1 of 4: {target} answers the built-in prompts ({work})")
     respond.make_responses(

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from d3d_jax.commands.option_groups import (
     Decoding,
+    DrafterMesh,
     Placement,
     SamplingOptions,
     TargetPlacement,
@@ -22,9 +23,9 @@ from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.loading import DrafterFiles, drafter_caveat, open_drafter, shipped_drafter
 from d3d_jax.infer.measure import share_hardware
 from d3d_jax.infer.model import ModelFiles, open_model
-from d3d_jax.infer.placement import role_meshes
+from d3d_jax.infer.placement import chosen_devices, role_meshes
 from d3d_jax.infer.replies import check_prompts, longest_sequence
-from d3d_jax.models.sharding import model_mesh
+from d3d_jax.models.sharding import make_mesh, model_mesh
 from d3d_jax.sampling import SamplingParams
 
 
@@ -46,6 +47,12 @@ def drafter_mesh(mode: Mode, placement: Placement) -> Mesh:
         target_tp=placement.target_tp,
         drafter_devices=placement.drafter_indices,
     )[1]
+
+
+def split_mesh(options: DrafterMesh) -> Mesh:
+    """The mesh for work on a drafter alone."""
+    devices = chosen_devices("--drafter-devices", options.indices)
+    return make_mesh(devices, fsdp=options.fsdp, tensor=options.tensor)
 
 
 @dataclasses.dataclass(frozen=True)

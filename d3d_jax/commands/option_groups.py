@@ -23,6 +23,9 @@ def arg(metavar: str, default: str | None = None, name: str | None = None) -> An
 # Not fields of a common base: tyro would list those of a base before --target.
 System = Annotated[str | None, arg("TEXT", "the template's own")]
 Thinking = Annotated[Literal["on", "off"] | None, arg("{on,off}", "the template's own")]
+RunDType = Annotated[
+    DType | None, arg("{float32,bfloat16}", "float32 on CPU, else the checkpoint's")
+]
 
 
 def thinking_switch(thinking: Literal["on", "off"] | None) -> bool | None:
@@ -116,11 +119,42 @@ class Placement(TargetPlacement):
 
 
 @dataclasses.dataclass(frozen=True)
+class DrafterMesh:
+    """Which devices work on the drafter, and what is split over them.
+
+    Attributes:
+      drafter_devices: Devices to use, as indices of jax.devices().
+      fsdp: Over how many of them weights, and in training the optimizer's state, are split by
+        hidden size, each having rows of its own.
+      tensor: Over how many of them heads, intermediate size and vocabulary are split; the devices
+        that both leave take parts of the batch.
+    """
+
+    drafter_devices: Annotated[str | None, arg("I-J,K", "all")] = None
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        at_least(1, fsdp=self.fsdp, tensor=self.tensor)
+        device_indices("--drafter-devices", self.drafter_devices)
+
+    @property
+    def indices(self) -> tuple[int, ...] | None:
+        """Those of --drafter-devices."""
+        return device_indices("--drafter-devices", self.drafter_devices)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there must be."""
+        return max(max(self.indices or (0,)) + 1, self.fsdp * self.tensor)
+
+
+@dataclasses.dataclass(frozen=True)
 class Processes:
     """Whether this is one of several processes that are given the same command.
 
     Attributes:
-      distributed: It is, as Slurm, a TPU pod or JAX's environment variables say.
+      distributed: It is, as Slurm, Open MPI or a TPU pod says.
       coordinator: It is, and this is where the first of them listens.
       num_processes: How many they are.
       process_id: Which of them this is, from 0.
@@ -174,9 +208,7 @@ class Decoding:
     policy: Annotated[str | None, arg("NAME:SIZES", "best-first:4")] = None
     miss: Miss = "stall"
     batch: int = 1
-    dtype: Annotated[
-        DType | None, arg("{float32,bfloat16}", "float32 on CPU, else the checkpoint's")
-    ] = None
+    dtype: RunDType = None
 
     def __post_init__(self) -> None:
         at_least(1, batch=self.batch)

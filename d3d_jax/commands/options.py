@@ -13,6 +13,7 @@ import tyro
 
 from d3d_jax.commands.option_groups import (
     Decoding,
+    DrafterMesh,
     DType,
     Placement,
     Processes,
@@ -21,7 +22,6 @@ from d3d_jax.commands.option_groups import (
     Thinking,
     arg,
     at_least,
-    device_indices,
 )
 from d3d_jax.config import InBlock
 from d3d_jax.errors import D3DError
@@ -83,11 +83,7 @@ class Train:
       drafter: Folder or hub id of the drafter to start from (`d3d init-drafter`).
       target: The drafter's target model.
       out: Folder of the run; the trained drafter is exported to its drafter/.
-      drafter_devices: Devices to train on, as indices of jax.devices().
-      fsdp: Over how many of them weights and optimizer state are split by hidden size, each
-        having rows of its own.
-      tensor: Over how many of them heads, intermediate size and vocabulary are split; the devices
-        that both leave take parts of the batch.
+      mesh: Which devices to train on.
       processes: Whether this is one of several processes that train together.
       overrides: Settings that replace those of the config: key=value ...
     """
@@ -97,24 +93,15 @@ class Train:
     drafter: Annotated[str, arg("MODEL")]
     target: Annotated[str, arg("MODEL")]
     out: Annotated[Path, arg("DIR")]
-    drafter_devices: Annotated[str | None, arg("I-J,K", "all")] = None
-    fsdp: int = 1
-    tensor: int = 1
+    mesh: DrafterMesh = dataclasses.field(default_factory=DrafterMesh)
     processes: Processes = dataclasses.field(default_factory=Processes)
     overrides: Annotated[tyro.conf.Positional[tuple[str, ...]], arg("[KEY=VALUE ...]", "")] = ()
 
     def __post_init__(self) -> None:
-        at_least(1, fsdp=self.fsdp, tensor=self.tensor)
-        device_indices("--drafter-devices", self.drafter_devices)
-        if self.processes.several and self.drafter_devices is not None:
+        if self.processes.several and self.mesh.drafter_devices is not None:
             raise D3DError(
                 "--drafter-devices chooses devices of one process; several train on all they have"
             )
-
-    @property
-    def drafter_indices(self) -> tuple[int, ...] | None:
-        """Those of --drafter-devices."""
-        return device_indices("--drafter-devices", self.drafter_devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +118,7 @@ class Evaluate:
       policies: Also compare the hit rates of asynchronous decoding under best-first and rectangles
         of branches, at several numbers of them.
       json: Print one JSON object instead of a table.
+      mesh: Which devices to measure on.
     """
 
     drafter: Annotated[str, arg("MODEL")]
@@ -141,6 +129,7 @@ class Evaluate:
     documents: int = 0
     policies: bool = False
     json: bool = False
+    mesh: DrafterMesh = dataclasses.field(default_factory=DrafterMesh)
 
     def __post_init__(self) -> None:
         at_least(0, documents=self.documents)
@@ -160,6 +149,7 @@ class Calibrate:
       data: Dataset folder of responses of that target.
       split: Part of the dataset; the drafter should not have been trained on it.
       documents: How many responses, evenly spread; 0 for all.
+      mesh: Which devices to measure on.
     """
 
     drafter: Annotated[Path, arg("DIR")]
@@ -167,9 +157,30 @@ class Calibrate:
     data: Annotated[Path, arg("DIR")]
     split: Literal["train", "validation"] = "validation"
     documents: int = 0
+    mesh: DrafterMesh = dataclasses.field(default_factory=DrafterMesh)
 
     def __post_init__(self) -> None:
         at_least(0, documents=self.documents)
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Write a drafter as an ordinary Hugging Face folder, which needs no target to be loaded.
+
+    With the target's embedding, head and tokenizer, and the mask vector in the reserved row of the
+    embedding. A drafter of a reduced vocabulary then predicts all of it.
+
+    Attributes:
+      drafter: Folder or hub id of the drafter.
+      target: Its target model.
+      out: Folder to write; must not exist.
+      dtype: Type of the weights.
+    """
+
+    drafter: Annotated[str, arg("MODEL")]
+    target: Annotated[str, arg("MODEL")]
+    out: Annotated[Path, arg("DIR")]
+    dtype: Annotated[DType | None, arg("{float32,bfloat16}", "the drafter's own")] = None
 
 
 @dataclasses.dataclass(frozen=True)

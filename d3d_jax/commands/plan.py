@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ import jax
 import numpy as np
 
 from d3d_jax.branches import BestFirst, Policy, parse_policy
-from d3d_jax.commands.evaluate import check_data, load_checked
+from d3d_jax.commands.evaluate import load_checked
 from d3d_jax.commands.loading import DecoderFiles, open_decoder
 from d3d_jax.commands.option_groups import Decoding
 from d3d_jax.commands.options import Plan
@@ -28,14 +27,14 @@ from d3d_jax.commands.plan_report import (
 from d3d_jax.commands.runtime import Bar, busy, note, start_jax
 from d3d_jax.drafter import Drafter, Params, check_drafter_files
 from d3d_jax.errors import D3DError
-from d3d_jax.files import write_json
+from d3d_jax.files import check_file, write_json
 from d3d_jax.infer.decoding import Decoder
 from d3d_jax.infer.loading import DEFAULT_BRANCHES, DrafterFiles
 from d3d_jax.infer.measure import share_hardware
 from d3d_jax.infer.measure_rounds import decode, machine, measure_times
 from d3d_jax.infer.plan import Profile, Times, drafting, recommend
 from d3d_jax.train.acceptance import OfflineAcceptance
-from d3d_jax.train.dataset import ResponseDataset, open_dataset
+from d3d_jax.train.dataset import ResponseDataset, check_data, open_dataset
 from d3d_jax.train.outcomes import hit_rate
 
 # What is compared where no policy is named: best-first of so many branches, and the paper's shape,
@@ -50,7 +49,7 @@ def run(options: Plan) -> None:
     profiles = [_read(Profile, path) for path in options.profile]
     times = None if options.times is None else _read(Times, options.times)
     for path in filter(None, (options.save_times, options.save_profile)):
-        check_writable(path)
+        check_file(path)
     dataset = None if options.data is None else open_dataset(options.data, options.split)
     start_jax(cpu_devices=options.placement.num_devices)
     here = Here(options)
@@ -123,7 +122,7 @@ class Here:
 
     def check_data(self, dataset: ResponseDataset) -> None:
         """Refuses responses that acceptance cannot be measured on, or too few to check with."""
-        check_data(self.drafter, dataset)
+        check_data(self.drafter.drafter, dataset)
         OfflineAcceptance(self.drafter, dataset, block_size=max(self.policies))
         if self.options.check and not dataset.manifest.sampling.get("greedy"):
             raise D3DError("--check decodes greedily, and the responses of --data were sampled")
@@ -296,12 +295,6 @@ def _read(kind: type[_Kind], path: Path) -> _Kind:
         raise D3DError(f"{path} is not JSON: {error}") from None
     except D3DError as error:
         raise D3DError(f"{path}: {error}") from None
-
-
-def check_writable(path: Path) -> None:
-    """Refuses a file that could not be written, before anything long is run (`D3DError`)."""
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise D3DError(f"cannot write the file {path}: its folder must exist and be writable")
 
 
 def _save(path: Path, raw: dict[str, Any]) -> None:

@@ -11,16 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from d3d_jax.commands import prune_report
-from d3d_jax.commands.evaluate import check_data, find_checked, load_checked
+from d3d_jax.commands.evaluate import find_checked, load_checked
+from d3d_jax.commands.loading import split_mesh
 from d3d_jax.commands.prune_options import Prune
 from d3d_jax.commands.runtime import Bar, note, start_jax
 from d3d_jax.files import write_json
 from d3d_jax.infer.measure_rounds import machine
-from d3d_jax.infer.placement import chosen_devices
 from d3d_jax.models.registry import resolve_model
-from d3d_jax.models.sharding import make_mesh
 from d3d_jax.train.config import load_config
-from d3d_jax.train.dataset import open_dataset
+from d3d_jax.train.dataset import check_data, open_dataset
 from d3d_jax.train.pruning import Outcome, PruneConfig, Pruning, Step
 from d3d_jax.train.responses import SPLITS
 
@@ -33,13 +32,12 @@ def run(options: Prune) -> None:
     )
     dataset, validation = (open_dataset(options.data, split) for split in SPLITS)
     drafter = find_checked(options.drafter, options.target)[2]
-    check_data(drafter, dataset)
+    check_data(drafter.drafter, dataset)
     config.check_depth(drafter.model.num_hidden_layers)
-    named = max(options.drafter_indices or (0,)) + 1
-    start_jax(cpu_devices=max(named, options.fsdp * options.tensor))
-    devices = chosen_devices("--drafter-devices", options.drafter_indices)
+    start_jax(cpu_devices=options.mesh.num_devices)
+    mesh = split_mesh(options.mesh)
     drafter, params = load_checked(options.drafter, options.target)
-    with Bar("pruning", training.steps) as bar:
+    with Bar("pruning", 1) as bar:
         pruning = Pruning(
             drafter,
             params,
@@ -50,7 +48,7 @@ def run(options: Prune) -> None:
             resolve_model(options.target),
             options.out,
             _Progress(bar),
-            make_mesh(devices, fsdp=options.fsdp, tensor=options.tensor),
+            mesh,
         )
         outcome = pruning.run()
     note(f"the pruned drafter, {outcome.exported} layers, is in {options.out / 'drafter'}")
@@ -75,18 +73,23 @@ def _speeds(options: Prune, pruning: Pruning, outcome: Outcome) -> list[prune_re
     """What the unpruned drafter and that of every step are worth in decoding."""
     drafters: dict[int, str | Path] = {pruning.drafter.model.num_hidden_layers: options.drafter}
     drafters |= {step.depth: options.out / f"depth-{step.depth}/drafter" for step in outcome.steps}
-    return prune_report.measure(options.target, drafters, pruning.validation, options.speed)
+    return prune_report.measure(
+        options.target, drafters, pruning.validation, options.speed, options.documents
+    )
 
 
 class _Progress:
-    """Shows what a pruning is doing: ranking, or a step of recovery."""
+    """Shows how far a pruning is with what it is doing: ranking, or recovering."""
 
     def __init__(self, bar: Bar):
-        self.bar = bar
+        self.bar, self.doing = bar, ""
 
     def __call__(self, doing: str, metrics: dict[str, Any]) -> None:
+        if doing != self.doing:
+            self.doing = doing
+            self.bar.begin(metrics["steps"])
         loss = f", loss {metrics['loss']:.2f}" if "loss" in metrics else ""
-        self.bar.update(metrics.get("step", 0), doing + loss)
+        self.bar.update(metrics["step"], doing + loss)
 
 
 def table(tau: float, steps: list[Step]) -> Table:

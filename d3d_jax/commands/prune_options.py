@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from d3d_jax.commands.option_groups import arg, at_least, device_indices
+from d3d_jax.commands.option_groups import DrafterMesh, arg, at_least
 from d3d_jax.errors import D3DError
 
 
@@ -35,10 +35,8 @@ class Prune:
         packed rows of them are read. 0 for all.
       speed: Afterwards decode so many validation prompts with the drafter of every step, time its
         steps, and write depth against speed to report.json and depth.png.
-      drafter_devices: Devices to use, as indices of jax.devices().
-      fsdp: In recovery, devices that weights are split over beside the batch.
-      tensor: Devices that heads, intermediate size and vocabulary are split over.
       json: Print one JSON object instead of a table.
+      mesh: Which devices to use.
       overrides: Settings that replace those of the training config: key=value ...
     """
 
@@ -53,20 +51,12 @@ class Prune:
     recovery: Literal["margin", "plain", "responses", "none"] = "margin"
     documents: int = 0
     speed: Annotated[int, arg("PROMPTS")] = 0
-    drafter_devices: Annotated[str | None, arg("I-J,K", "all")] = None
-    fsdp: int = 1
-    tensor: int = 1
     json: bool = False
+    mesh: DrafterMesh = dataclasses.field(default_factory=DrafterMesh)
     overrides: Annotated[tyro.conf.Positional[tuple[str, ...]], arg("[KEY=VALUE ...]", "")] = ()
 
     def __post_init__(self) -> None:
-        at_least(1, layers=self.layers, fsdp=self.fsdp, tensor=self.tensor)
+        at_least(1, layers=self.layers)
         at_least(0, documents=self.documents, speed=self.speed)
         if not 0 <= self.keep <= 1:
             raise D3DError(f"--keep must be between 0 and 1, found {self.keep}")
-        device_indices("--drafter-devices", self.drafter_devices)
-
-    @property
-    def drafter_indices(self) -> tuple[int, ...] | None:
-        """Those of --drafter-devices."""
-        return device_indices("--drafter-devices", self.drafter_devices)

@@ -49,14 +49,19 @@ class Depth:
 
 
 def measure(
-    target: str, drafters: Mapping[int, str | Path], validation: ResponseDataset, prompts: int
+    target: str,
+    drafters: Mapping[int, str | Path],
+    validation: ResponseDataset,
+    prompts: int,
+    documents: int = 0,
 ) -> list[Depth]:
     """Times, predicts and decodes with every drafter, at batch 1.
 
     Args:
       drafters: by number of layers.
-      validation: greedy responses; acceptance is measured on all of them.
+      validation: greedy responses.
       prompts: of them to decode, evenly spread.
+      documents: of them to measure acceptance on, evenly spread; 0 for all.
     """
     depths = sorted(drafters, reverse=True)
     with busy(f"loading {target} and {len(depths)} drafters"):
@@ -77,7 +82,8 @@ def measure(
     for depth in depths:
         with busy(f"measuring the acceptance of {depth} layers"):
             drafter, params = load_checked(drafters[depth], target)
-            profile = measure_profile(drafter, params, validation, 0, {policy.block_size: [policy]})
+            widths = {policy.block_size: [policy]}
+            profile = measure_profile(drafter, params, validation, documents, widths)
         measured = _decoded(model, roles[depth], validation, prompts)
         found.append(_depth(model, roles[depth], times, profile, measured))
     return found

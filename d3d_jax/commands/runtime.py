@@ -152,6 +152,11 @@ class Bar:
     ) -> None:
         self._progress.stop()
 
+    def begin(self, total: int) -> None:
+        """Starts another part of the stage, whose time left is its own."""
+        self.total, self._began = total, None
+        self._progress.update(self._task, total=total)
+
     def update_total(self, done: int, total: int, note_text: str = "") -> None:
         """`update`, where the total becomes known as one goes."""
         self.total = total

@@ -19,7 +19,7 @@ import numpy as np
 from d3d_jax.branches import BestFirst, Policy, Rectangle
 from d3d_jax.commands import report_plots
 from d3d_jax.commands.benchmark_folder import MeasuredFolder
-from d3d_jax.commands.evaluate import check_data, find_checked, load_checked
+from d3d_jax.commands.evaluate import find_checked, load_checked
 from d3d_jax.commands.loading import DecoderFiles, open_decoder
 from d3d_jax.commands.option_groups import Decoding
 from d3d_jax.commands.plan import Policies, measure_profile, recorded_prompt
@@ -38,7 +38,7 @@ from d3d_jax.infer.target import Target
 from d3d_jax.memory import enough_memory, or_out_of_memory
 from d3d_jax.models import checkpoint
 from d3d_jax.models.safetensors_folder import weights_digest
-from d3d_jax.train.dataset import ResponseDataset, open_dataset
+from d3d_jax.train.dataset import ResponseDataset, check_data, open_dataset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def run(options: Sweep) -> None:
     ]
     for f in files:
         assert f.drafter is not None
-        check_data(find_checked(f.drafter.folder, options.target)[2], dataset)
+        check_data(find_checked(f.drafter.folder, options.target)[2].drafter, dataset)
     profiles = []
     for number, (f, own) in enumerate(zip(files, of_drafter, strict=True)):
         make = functools.partial(_profile, options, dataset, f, _policies(own))

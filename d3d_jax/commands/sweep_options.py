@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal
 
-from d3d_jax.commands.option_groups import DType, Placement, arg, at_least
+from d3d_jax.commands.option_groups import Placement, RunDType, arg, at_least
 from d3d_jax.errors import D3DError
 
 # What the JSON says it is.
@@ -56,9 +56,7 @@ class Sweep:
     documents: int = 32
     max_new_tokens: int = 96
     context: int = 128
-    dtype: Annotated[
-        DType | None, arg("{float32,bfloat16}", "float32 on CPU, else the checkpoint's")
-    ] = None
+    dtype: RunDType = None
     json: bool = False
     placement: Placement = dataclasses.field(default_factory=Placement)
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from d3d_jax.commands.evaluate import check_data, find_checked, load_checked
+from d3d_jax.commands.evaluate import find_checked, load_checked
+from d3d_jax.commands.loading import split_mesh
 from d3d_jax.commands.options import Train
 from d3d_jax.commands.runtime import Bar, join_processes, note, start_jax
 from d3d_jax.drafter import Drafter, Params
-from d3d_jax.infer.placement import chosen_devices
 from d3d_jax.memory import enough_memory
-from d3d_jax.models.sharding import make_mesh, model_mesh
+from d3d_jax.models.sharding import model_mesh
 from d3d_jax.processes import is_first
 from d3d_jax.train.config import TrainConfig, load_config
-from d3d_jax.train.dataset import ResponseDataset, open_dataset
+from d3d_jax.train.dataset import ResponseDataset, check_data, open_dataset
 from d3d_jax.train.trainer import MORE_ROOM, Trainer, packed_batches
 
 
@@ -27,10 +27,8 @@ def run(options: Train) -> None:
         start_jax()
         join_processes(options.processes)
     else:
-        named = max(options.drafter_indices or (0,)) + 1
-        start_jax(cpu_devices=max(named, options.fsdp * options.tensor))
-    devices = chosen_devices("--drafter-devices", options.drafter_indices)
-    mesh = make_mesh(devices, fsdp=options.fsdp, tensor=options.tensor)
+        start_jax(cpu_devices=options.mesh.num_devices)
+    mesh = split_mesh(options.mesh)
     # All that can be refused is, before weights are read.
     drafter = find_checked(options.drafter, options.target)[2]
     dataset = _datasets(drafter, options.data)[0]
@@ -71,7 +69,7 @@ def train(
 def _datasets(drafter: Drafter, data: Path) -> tuple[ResponseDataset, ResponseDataset]:
     """The training and the validation split (`D3DError` if they are not the drafter's)."""
     dataset, validation = open_dataset(data, "train"), open_dataset(data, "validation")
-    check_data(drafter, dataset)
+    check_data(drafter.drafter, dataset)
     return dataset, validation
 
 

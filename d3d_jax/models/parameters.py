@@ -87,6 +87,8 @@ def stored(config: ModelConfig, drafter: DrafterConfig | None = None) -> list[Pa
         absent |= set(drafter.shares)
         if drafter.draft_vocab_size is None:
             absent.add("draft_vocab")
+        if drafter.mask_in_embedding:
+            absent.add("mask")
     return [row for row in TABLE if absent.isdisjoint(row.path)]
 
 

@@ -217,6 +217,12 @@ def test_calibrate_changes_only_the_calibration_and_evaluate_compares_with_it(fo
     old["d3d"].pop("calibration")
     assert raw == old
 
+    measured = []
+    for devices in (["0"], ["0-3", "--fsdp", "2", "--tensor", "2"]):
+        assert command("evaluate", folders, "--json", "--drafter-devices", *devices) == 0
+        measured.append(json.loads(capsys.readouterr().out))
+    assert measured[0] == measured[1] and measured[0]["documents"] == 4
+
     assert command("evaluate", folders, "--policies", "--json") == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["calibration"] == calibration and "jax" in figures["versions"]

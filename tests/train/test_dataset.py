@@ -143,8 +143,9 @@ def test_the_folder_is_plain_tfds(built: Path) -> None:
 
 def test_no_tensorflow_no_network_no_home(tmp_path: Path, responses: Path) -> None:
     """In a process where opening a socket fails, with an empty home."""
-    home = tmp_path / "home"
+    home, scratch = tmp_path / "home", tmp_path / "scratch"
     home.mkdir()
+    scratch.mkdir()
     program = f"""
 import socket, sys
 def refuse(*arguments, **named): raise AssertionError("network used")
@@ -154,7 +155,8 @@ build_dataset({str(responses)!r}, {str(tmp_path / "out")!r})
 print(len(open_dataset({str(tmp_path / "out")!r}, "train")), "tensorflow" in sys.modules)
 """
     root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(root)}
+    environment = {**os.environ, "HOME": str(home), "TMPDIR": str(scratch)}
+    environment["PYTHONPATH"] = str(root)
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment
     )
@@ -162,7 +164,7 @@ print(len(open_dataset({str(tmp_path / "out")!r}, "train")), "tensorflow" in sys
     # Nothing but our own line: TFDS's announcements and progress bars are kept back.
     assert result.stdout == "27 False\n"
     assert "examples/s" not in result.stderr
-    assert list(home.iterdir()) == []
+    assert list(home.iterdir()) == list(scratch.iterdir()) == []
 
 
 def test_an_existing_place_is_kept_unless_told(tmp_path: Path, built: Path) -> None:

@@ -51,7 +51,7 @@ def test_the_command_of_a_recipe_is_one_that_d3d_takes(script, launch, tmp_path)
     assert done.returncode == 0, done.stderr
     options = cli._parse((tmp_path / "d3d.log").read_text().splitlines())
     assert isinstance(options, Train) and options.processes.several
-    assert options.data == Path("/a folder/data/dataset") and options.fsdp > 1
+    assert options.data == Path("/a folder/data/dataset") and options.mesh.fsdp > 1
     assert options.drafter == "/a folder/drafter-0" and options.out == Path("/a folder/run")
     config = load_config(options.config, options.overrides)
     assert config.batch_rows == 16 * config.micro_batches  # one row a device
@@ -89,7 +89,7 @@ def test_the_pods_of_kubernetes_meet_at_the_first_of_them(launch, tmp_path):
         assert (processes.num_processes, processes.process_id) == (2, index)
         config = load_config(options.config, options.overrides)
         assert config.batch_rows == 16 * config.micro_batches  # two nodes of eight, a row a device
-        assert options.fsdp == container["resources"]["limits"]["nvidia.com/gpu"]
+        assert options.mesh.fsdp == container["resources"]["limits"]["nvidia.com/gpu"]
 
 
 def test_a_job_that_was_ended_goes_back_into_the_queue(launch, tmp_path):
