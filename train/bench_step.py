@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import time
@@ -48,15 +49,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     config = dataclasses.replace(load_config(options.config), compute="float32")
     drafter, params = _drafter(options)
     step, state, rest = _prepare(drafter, params, config)
-    counted = flops.count(step.trace(state, *rest).jaxpr)
+    counted = flops.count(step.trace(state, *rest, 1).jaxpr)
     rate, layer, head = _products(drafter, config, params)
     products = layer + head
     # Forward, and backward both ways; of a frozen head one way.
     work = (3 * options.layers * layer + 2 * head) * config.micro_batches
+    numbers = itertools.count(1)
 
     def train() -> None:
         nonlocal state
-        state, metrics = step(state, *rest)
+        state, metrics = step(state, *rest, next(numbers))
         jax.block_until_ready((state, metrics))
 
     sides = {"step": train, "matrix_products": rate}

@@ -49,9 +49,10 @@ class Gauges:
           seconds: from the end of the step before to its own.
 
         Returns:
-          `tokens_per_second`; `model_flops` of a step, attention by whole tiles; `input_wait` and
-          `checkpoint_wait` as shares of the run so far; where they are known, `utilisation` of the
-          devices' peak and `peak_bytes` of the fullest device.
+          `tokens_per_second`; `model_flops` of a step, attention by whole tiles, on GPUs without
+          that of its forward kernel (`flops.count`); `input_wait` and `checkpoint_wait` as shares
+          of the run so far; where they are known, `utilisation` of the devices' peak and
+          `peak_bytes` of the fullest device.
         """
         figures: dict[str, Any] = {
             "tokens_per_second": round(tokens / seconds, 1),

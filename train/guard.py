@@ -25,6 +25,11 @@ class LossGuard:
         self._usual: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._spikes = 0
 
+    @property
+    def spiking(self) -> bool:
+        """Whether the last step's loss was a spike."""
+        return self._spikes > 0
+
     def judge(self, loss: float, grad_norm: float) -> str | None:
         """What is wrong after this step, as the beginning of a sentence; None: nothing."""
         if not math.isfinite(loss) or not math.isfinite(grad_norm):

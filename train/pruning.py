@@ -16,7 +16,6 @@ D3D paper, section on pruning; which layer goes is `train.importance`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import shutil
 import signal
@@ -32,7 +31,7 @@ from jax.sharding import Mesh
 
 from d3d_jax.drafter import Drafter, Params, read_drafter, save_drafter
 from d3d_jax.errors import D3DError, StoppedError
-from d3d_jax.files import write_json
+from d3d_jax.files import hold, write_json
 from d3d_jax.memory import enough_memory
 from d3d_jax.models import parameters, sharding
 from d3d_jax.settings import difference
@@ -149,7 +148,8 @@ class Pruning:
       training: of each recovery.
       dataset, validation: opened splits of one dataset of the drafter's target.
       target_folder: the target's, for what the drafter shares with it.
-      report: called with what is being done and, in recovery, a training step's metrics.
+      report: called with what is being done and `step` of `steps` that it takes (candidates to
+        measure, training steps); in recovery among the step's metrics.
       mesh: of `sharding.make_mesh`; None: all devices.
 
     Raises:
@@ -176,27 +176,40 @@ class Pruning:
         packed_batches(self.training, self.dataset, self.mesh)  # refuses what recovery would
         self._offline: dict[int, OfflineAcceptance] = {}
         self._acceptance(self.drafter)
-        self._record = _Record(self.out, self._settings())
-        self._record.save()
+        self._came: Callable[[], int] = lambda: 0
+        settings = self._settings()
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise D3DError(f"cannot write {self.out}: {error.strerror}") from None
+        with hold(self.out, alone=True):
+            self._record = _Record(self.out, settings)
+            self._record.save()
 
     @enough_memory(MORE_ROOM)
     def run(self) -> Outcome:
         """Prunes until the depth or the loss of acceptance asked for, and exports the result.
 
         Raises:
-          D3DError: what `Trainer.train` raises; a signal also ends a ranking, candidates that were
-            measured are kept.
+          D3DError: what `Trainer.train` raises; another pruning is working in the folder; SIGTERM,
+            after which the same pruning continues: also candidates that were measured are kept.
         """
+        with hold(self.out, alone=True), noted(signal.SIGTERM) as self._came:
+            return self._run()
+
+    def _run(self) -> Outcome:
         whole, steps = self.drafter.model.num_hidden_layers, self._record.steps
         if self._record.tau is None:
-            self.report("measuring", {})
+            self.report("measuring", {"step": 0, "steps": 1})
             self._record.tau = self._tau(self.drafter, self.params)
             self._record.save()
+            self._look()
         enough = self.config.keep * self._record.tau
         while not steps or (steps[-1].tau >= enough and steps[-1].depth > self.config.layers):
             steps.append(self._step(*self._read(steps[-1].depth if steps else whole)))
             self._record.save()
             shutil.rmtree(self.out / f"depth-{steps[-1].depth}/checkpoints", ignore_errors=True)
+            self._look()
         exported = min((step.depth for step in steps if step.tau >= enough), default=whole)
         if not (self.out / "drafter").exists():
             save_drafter(self.out / "drafter", *self._read(exported), dtype=jnp.bfloat16)
@@ -207,10 +220,10 @@ class Pruning:
         depth = drafter.model.num_hidden_layers - 1
         folder = self.out / f"depth-{depth}"
         folder.mkdir(parents=True, exist_ok=True)
-        self.report(f"ranking {depth + 1} layers", {})
         ranking, ranked = self._ranking(folder / "ranking.json", drafter, params)
         pruned, own = without(drafter, params, ranking.least)
         before = self._tau(pruned, own)
+        self._look()
         clock = time.perf_counter()
         if not (folder / "drafter").exists():
             if self.config.recovery == "none":
@@ -228,6 +241,7 @@ class Pruning:
         if self.config.recovery != "responses":
             margin = MARGIN if self.config.recovery == "margin" else None
             teacher = Teacher(self.drafter, self.params, margin)
+        doing = f"recovering {pruned.model.num_hidden_layers} layers"
         return Trainer(
             pruned,
             params,
@@ -235,7 +249,7 @@ class Pruning:
             self.dataset,
             self.validation,
             folder,
-            functools.partial(self.report, f"recovering {pruned.model.num_hidden_layers} layers"),
+            lambda metrics: self.report(doing, metrics | {"steps": self.training.steps}),
             self.mesh,
             teacher,
         )
@@ -254,21 +268,30 @@ class Pruning:
         if found.whole is not None and len(found.scores) == len(layers):
             return found, spent
         clock, measure = time.perf_counter() - spent, self._measure(drafter)
-        with noted(signal.SIGTERM) as came:
 
-            def keep(found: Ranking) -> None:
-                nonlocal spent
-                spent = round(time.perf_counter() - clock, 2)
-                write_json(file, dataclasses.asdict(found) | {"seconds": spent})
-                if number := came():
-                    raise StoppedError(
-                        f"stopped by {signal.Signals(number).name}; what was measured is kept: the "
-                        "same command continues",
-                        number,
-                    )
+        def tell(found: Ranking) -> None:
+            measured = {"step": len(found.scores), "steps": len(layers)}
+            self.report(f"ranking {len(layers)} layers", measured)
 
-            found = importance.by_measure(measure, self._placed(params), layers, found, keep)
-        return found, spent
+        tell(found)
+
+        def keep(found: Ranking) -> None:
+            nonlocal spent
+            spent = round(time.perf_counter() - clock, 2)
+            write_json(file, dataclasses.asdict(found) | {"seconds": spent})
+            self._look()
+            tell(found)
+
+        return importance.by_measure(measure, self._placed(params), layers, found, keep), spent
+
+    def _look(self) -> None:
+        """Ends the pruning where a signal has asked for it; a recovery notices by itself."""
+        if number := self._came():
+            raise StoppedError(
+                f"stopped by {signal.Signals(number).name}; what was measured is kept: the same "
+                "command continues",
+                number,
+            )
 
     def _measure(self, drafter: Drafter) -> importance.Measure:
         if self.config.criterion == "tau":
@@ -343,9 +366,4 @@ class _Record:
     def save(self) -> None:
         """Writes the file."""
         steps = [dataclasses.asdict(step) for step in self.steps]
-        found = {"settings": self.settings, "tau": self.tau, "steps": steps}
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise D3DError(f"cannot write {self.file.parent}: {error.strerror}") from None
-        write_json(self.file, found)
+        write_json(self.file, {"settings": self.settings, "tau": self.tau, "steps": steps})

@@ -11,7 +11,6 @@ elsewhere (`train/imports.py`), prompts and the training dataset (`train/dataset
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import functools
 import json
 import time
@@ -20,12 +19,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from d3d_jax.errors import D3DError
-from d3d_jax.files import write_text
+from d3d_jax.files import hold, write_text
 from d3d_jax.train.jsonl import json_lines
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
-_LOCK_NAME = ".lock"
 SPLITS = ("train", "validation")
 FINISH_REASONS = ("stop", "length")
 
@@ -151,7 +149,7 @@ class ResponseWriter:
             self._lock = _prepare_folder(self.folder, manifest)
         else:
             _refuse_other_manifest(self.folder, read_manifest(self.folder), manifest)
-            self._lock = _hold(self.folder)
+            self._lock = hold(self.folder)
         shards = _shards(self.folder)
         last = _shard_number(shards[-1]) if shards else -1
         # Numbers of its own, whatever the others have written or will: those that leave `part`.
@@ -226,38 +224,15 @@ def _prepare_folder(folder: Path, manifest: Manifest) -> IO[str]:
         (folder / "responses").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise D3DError(f"cannot create {folder}: {error.strerror}") from error
-    # Nobody else may hold it now, and the other parts of this run may from here on.
-    lock = _hold(folder, alone=True)
+    # Nobody else may hold it now, and the other parts of this run may from here on. On a file
+    # system without locks, too, no shard is written over another.
+    lock = hold(folder, alone=True)
     # A manifest without responses is what a run left that failed before its first.
     if (folder / MANIFEST_NAME).exists() and _shards(folder):
         _refuse_other_manifest(folder, read_manifest(folder), manifest)
     else:
         text = json.dumps(manifest.to_json(), indent=2, sort_keys=True) + "\n"
         write_text(folder / MANIFEST_NAME, text)
-    return lock
-
-
-def _hold(folder: Path, alone: bool = False) -> IO[str]:
-    """The lock of a folder, held together with others until it is closed or the process ends.
-
-    Args:
-        alone: nobody else may hold it at this moment.
-    """
-    try:
-        lock = (folder / _LOCK_NAME).open("a+")
-    except OSError as error:
-        raise D3DError(f"cannot write {folder / _LOCK_NAME}: {error.strerror}") from error
-    try:
-        if alone:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise D3DError(
-            f"another run is adding to {folder}; wait for its end or use another folder"
-        ) from None
-    except OSError:
-        pass  # a file system without locks; even there no shard is written over another
     return lock
 
 

@@ -6,6 +6,7 @@
     checkpoints/     the newest, and the one with the best τ
     diverged/        the state in which a run was given up
     drafter/         what an ended run exports
+    .lock            held while a run works in the folder
 
 With several processes all open it, on one file system, and the first writes.
 """
@@ -13,6 +14,7 @@ With several processes all open it, on one file system, and the first writes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +26,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 from d3d_jax.errors import D3DError, LostProcessError
-from d3d_jax.files import write_json, write_text
-from d3d_jax.processes import first_does, is_first
+from d3d_jax.files import hold, write_json, write_text
+from d3d_jax.processes import first_does, is_first, told_by_first
 from d3d_jax.settings import difference
 from d3d_jax.train.config import ADJUSTABLE
 from d3d_jax.train.curves import Curves
@@ -43,7 +45,7 @@ class RunFolder:
       keep: how many of the newest checkpoints are kept.
 
     Raises:
-      D3DError: the folder cannot be written, or holds a run with other settings.
+      D3DError: the folder cannot be written, holds a run with other settings, or one is at work.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], keep: int) -> None:
@@ -59,15 +61,35 @@ class RunFolder:
             except OSError as error:
                 raise D3DError(f"cannot write the run folder {path}: {error}") from None
             ended = (path / EXPORT_NAME).exists()
+            if ended and not file.exists():
+                raise D3DError(f"no run made {path / EXPORT_NAME}: choose another folder")
             ignored = () if ended else ADJUSTABLE
-            if file.exists() and (other := difference(_settings(file), settings, ignored)):
-                what = "an ended run" if ended else "a run"
-                raise D3DError(f"{path} holds {what} with {other}; choose another folder")
-            write_json(file, settings)
+            with hold(path, alone=True):
+                if file.exists() and (other := difference(_settings(file), settings, ignored)):
+                    what = "an ended run" if ended else "a run"
+                    raise D3DError(f"{path} holds {what} with {other}; choose another folder")
+                write_json(file, settings)
 
         first_does(write, f"cannot write the run folder {path}")
         if other := difference(_settings(file), settings):
             raise D3DError(f"the first process of this run has {other}")
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps other runs out of the folder.
+
+        Raises:
+          D3DError: another run is working in the folder.
+        """
+        held = functools.partial(hold, self.path, alone=True)
+        lock = first_does(held, f"cannot use the run folder {self.path}")
+        with lock or contextlib.nullcontext():
+            yield
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has exported its drafter."""
+        return told_by_first((self.path / EXPORT_NAME).exists())
 
     @contextlib.contextmanager
     def checkpoints(self) -> Iterator[ocp.CheckpointManager]:

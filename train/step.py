@@ -131,11 +131,18 @@ def fingerprint(params: Params) -> str:
         return jnp.stack([one(leaf, seed) for seed in range(4)])
 
     leaves = jax.tree.leaves(params)
-    # Arrays of the host stay there: a device may have no room for a whole one.
-    host = jax.local_devices(backend="cpu")[0]
-    leaves = [x if isinstance(x, jax.Array) else jax.device_put(x, host) for x in leaves]
+    # Arrays of the host stay there: a device may have no room for a whole one. Only where JAX was
+    # told of no CPU (JAX_PLATFORMS) do they go to a device, one at a time.
+    try:
+        host = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        host = jax.local_devices()[0]
+    found = []
     # One after the other: sums over processes that are under way at once may meet in other orders.
-    found = np.stack([np.asarray(sums(x)) for x in leaves])
+    for leaf in leaves:
+        leaf = leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, host)
+        found.append(np.asarray(sums(leaf)))
+    found = np.stack(found)
     return hashlib.blake2b(found.tobytes(), digest_size=16).hexdigest()
 
 
@@ -192,12 +199,15 @@ def make_step(
     optimizer: optax.GradientTransformation,
     shardings: State,
 ) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
-    """The train step `(state, frozen, index, batch, signals, teacher) → (state, metrics)`.
+    """The train step `(state, frozen, index, batch, signals, number, teacher) → (state, metrics)`.
 
     The batch's rows are processed in `micro_batches` parts whose gradients are summed in float32:
     the denominators are the whole batch's, so the result is that of one big batch on one device.
     `signals` [devices] int32 only comes back as its maximum: so all processes learn in the same
     step that one of them is to stop. With a teacher the drafter learns its distributions.
+
+    A step whose loss or gradient is not finite leaves the state as it was, and so does every one
+    after it: step `number` only follows the state of step `number` − 1.
 
     Args:
       shardings: of the state (`state_shardings`); their mesh is what the step runs on.
@@ -210,6 +220,7 @@ def make_step(
         index: jax.Array | None,
         batch: objective.Batch,
         signals: jax.Array,
+        number: int | jax.Array,
         teacher: Teacher | None = None,
     ) -> tuple[State, dict[str, jax.Array]]:
         labels = objective.make_labels(
@@ -254,7 +265,10 @@ def make_step(
         metrics["grad_norm"] = optax.tree.norm(grads)
         metrics["tokens"] = jnp.count_nonzero(batch["segments"])
         metrics["signal"] = jnp.max(signals)
-        return {"params": params, "opt": opt, "step": state["step"] + 1}, metrics
+        new = {"params": params, "opt": opt, "step": state["step"] + 1}
+        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+        taken = finite & (new["step"] == number)
+        return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, state), metrics
 
     return jax.jit(
         sharding.on_mesh(mesh, step),

@@ -28,7 +28,7 @@ from d3d_jax.processes import others_reached
 from d3d_jax.signals import noted
 from d3d_jax.train.acceptance import OfflineAcceptance
 from d3d_jax.train.config import TrainConfig
-from d3d_jax.train.dataset import ResponseDataset
+from d3d_jax.train.dataset import ResponseDataset, check_data
 from d3d_jax.train.distillation import Teacher
 from d3d_jax.train.gauges import Gauges
 from d3d_jax.train.guard import LossGuard
@@ -70,9 +70,9 @@ class Trainer:
       teacher: a drafter to learn the distributions of (stacked NumPy arrays); None: the responses.
 
     Raises:
-      D3DError: rows that the mesh cannot split, limits that no response meets, a run folder of
-        other settings, or a teacher that drafts other blocks or holds arrays which the run takes
-        over.
+      D3DError: responses of another target than the drafter's, rows that the mesh cannot split,
+        limits that no response meets, a run folder of other settings, or a teacher that drafts
+        other blocks or holds arrays which the run takes over.
     """
 
     drafter: Drafter
@@ -88,10 +88,14 @@ class Trainer:
     def __post_init__(self) -> None:
         self.mesh = sharding.model_mesh(self.mesh or sharding.make_mesh(), self.drafter.model)
         self.config = resolved(self.config, self.mesh)
+        check_data(self.drafter.drafter, self.dataset)
         trained = split(self.drafter, self.params)[1]
-        if self.teacher is not None and _drafts(self.teacher.drafter) != _drafts(self.drafter):
+        if self.teacher is not None and _drafts(
+            self.teacher.drafter, self.teacher.params
+        ) != _drafts(self.drafter, self.params):
             raise D3DError(
-                "the teacher's distributions are over another vocabulary, or blocks of another size"
+                "the teacher's distributions are over another vocabulary, of another target, or "
+                "blocks of another size"
             )
         if self.teacher is not None and _arrays(trained) & _arrays(self.teacher.params):
             raise D3DError(
@@ -121,6 +125,8 @@ class Trainer:
     def train(self) -> Path:
         """Runs to `config.steps`, continuing from the last checkpoint, and exports the drafter.
 
+        A run that has ended is left as it is, whatever of its checkpoints is still there.
+
         Returns:
           The exported drafter's folder.
 
@@ -128,6 +134,13 @@ class Trainer:
           D3DError: the loss left all bounds, the run was asked to stop (it is saved first), a
             device has too little memory, or another process of it is gone.
         """
+        with self._folder.held():
+            if not self._folder.ended:
+                self._export(self._train())
+            return self.run / EXPORT_NAME
+
+    def _train(self) -> Params:
+        """The parameters to export."""
         assert self.mesh is not None
         optimizer = make_optimizer(self.config)
         frozen, trained = split(self.drafter, self.params)
@@ -151,7 +164,7 @@ class Trainer:
             for number in range(loop.start + 1, self.config.steps + 1):
                 with gauges.waiting("input"):
                     batch = next(batches)
-                inputs = (frozen, index, *self._place_inputs(batch, came()), teacher)
+                inputs = (frozen, index, *self._place_inputs(batch, came()), number, teacher)
                 if not gauges.model_flops:
                     # What is computed a second time to save memory is no work of the model.
                     plain = dataclasses.replace(self.config, remat="none")
@@ -163,7 +176,7 @@ class Trainer:
             if self.config.export == "best":
                 _delete(state)
                 state = self._folder.restore(manager, like, best=True)
-        return self._export({**state["params"], **frozen})
+        return {**state["params"], **frozen}
 
     def _teacher(self, given: Params, frozen: Params) -> Teacher | None:
         """The teacher on the mesh; what it shares with the drafter is not held twice.
@@ -199,17 +212,15 @@ class Trainer:
         )
         return {name: rows(local) for name, local in batch.items()}, signals
 
-    def _export(self, params: Params) -> Path:
-        out = self.run / EXPORT_NAME
-        if not out.exists():
-            config = dataclasses.replace(
-                self.drafter.drafter,
-                num_anchors=self.config.anchors_per_document,
-                # Temperatures measured on other parameters.
-                calibration=None,
-            )
-            save_drafter(out, Drafter(self.drafter.model, config), params, dtype=jnp.bfloat16)
-        return out
+    def _export(self, params: Params) -> None:
+        config = dataclasses.replace(
+            self.drafter.drafter,
+            num_anchors=self.config.anchors_per_document,
+            # Temperatures measured on other parameters.
+            calibration=None,
+        )
+        drafter = Drafter(self.drafter.model, config)
+        save_drafter(self.run / EXPORT_NAME, drafter, params, dtype=jnp.bfloat16)
 
 
 class _Loop:
@@ -259,9 +270,11 @@ class _Loop:
             params = cast(state["params"], self._config.compute)
             record |= self._acceptance.measure({**params, **self._frozen}).summary()
         self._log(record)
-        with self._gauges.waiting("checkpoint"):
-            ends = bool(signalled) and not done
-            self._folder.save(self._manager, number, state, record.get("tau"), wait=ends)
+        ends = bool(signalled) and not done
+        # What a run is given up for must not take the place of what it could go on from.
+        if ends or done or not self._guard.spiking:
+            with self._gauges.waiting("checkpoint"):
+                self._folder.save(self._manager, number, state, record.get("tau"), wait=ends)
         if ends:
             raise StoppedError(
                 f"stopped by {signal.Signals(signalled).name} at step {number}; saved: the same "
@@ -278,11 +291,13 @@ class _Loop:
         now, before = time.perf_counter(), self._clock
         self._clock = now
         if wrong := self._guard.judge(float(host["loss"]), float(host["grad_norm"])):
-            where = self._folder.save_diverged(newest, state)
             spike = np.isfinite(host["loss"]) and np.isfinite(host["grad_norm"])
+            # A step without numbers was not taken, nor what was dispatched since (`make_step`).
+            last = int(state["step"])
+            where = self._folder.save_diverged(last, state)
             raise D3DError(
-                f"{wrong} at step {number}; the state is in {where}, good ones in "
-                f"{self._folder.path / 'checkpoints'}; lower learning_rate in a new run"
+                f"{wrong} at step {number}; the state after step {last} is in {where}, good ones "
+                f"in {self._folder.path / 'checkpoints'}; lower learning_rate in a new run"
                 + (", or go on with spike_factor=0" if spike else "")
             )
         accuracy = host["hits"] / np.maximum(host["counts"], 1)
@@ -303,11 +318,12 @@ class _Loop:
         return signalled
 
 
-def _drafts(drafter: Drafter) -> tuple[Any, ...]:
+def _drafts(drafter: Drafter, params: Params) -> tuple[Any, ...]:
     """What two drafters must have in common for one to learn the other's distributions."""
     own = drafter.drafter
     shape = (own.block_size, own.label_shift, own.in_block, own.mask_token_id)
-    return (drafter.model.vocab_size, own.draft_vocab_size, *shape)
+    vocabulary = np.asarray(params.get("draft_vocab", drafter.model.vocab_size)).tobytes()
+    return (own.target, own.tokenizer_fingerprint, vocabulary, *shape)
 
 
 def _delete(tree: Any) -> None:

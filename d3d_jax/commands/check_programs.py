@@ -89,7 +89,7 @@ def train_step(
         )
         teacher = Teacher(taught_by, {**own, **frozen})
     step = make_step(drafter, config, optimizer, shardings)
-    traced = step.trace(state, frozen, None, _by_rows(batch, mesh), signals, teacher)
+    traced = step.trace(state, frozen, None, _by_rows(batch, mesh), signals, 1, teacher)
     return Program("train step" if teacher is None else "recovery step", traced, mesh)
 
 

@@ -100,11 +100,11 @@ def test_distillation_on_a_mesh_is_that_on_one_device():
     params = jax.device_get(params)
 
     def train(mesh, taught=True):
-        step, (state, *rest) = test_step.prepare(mesh, True, test_step.ADAM)
+        step, (state, *rest, _) = test_step.prepare(mesh, True, test_step.ADAM)
         where = parameters.shardings(params, sharding.model_mesh(mesh, config))
         teacher = Teacher(drafter, steps.place(params, where), 0.01) if taught else None
-        for _ in range(2):
-            state, metrics = step(state, *rest, teacher)
+        for number in (1, 2):
+            state, metrics = step(state, *rest, number, teacher)
         return jax.device_get((state["params"], metrics))
 
     alone = train(sharding.make_mesh(jax.devices()[:1]))

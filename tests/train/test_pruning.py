@@ -5,14 +5,16 @@ import json
 import os
 import resource
 import signal
+import types
 
 import jax
 import numpy as np
 import pytest
 
-from d3d_jax.commands.prune import candidates
+from d3d_jax.commands.prune import _Progress, candidates
 from d3d_jax.drafter import read_drafter
 from d3d_jax.errors import D3DError
+from d3d_jax.files import hold
 from d3d_jax.models import checkpoint_writing
 from d3d_jax.models.sharding import make_mesh
 from d3d_jax.train import importance
@@ -163,7 +165,11 @@ def test_no_validation_responses_are_refused_before_anything_is_written(home, tm
 
 
 def test_a_ranking_that_is_stopped_keeps_the_candidates_it_measured(home, tmp_path, monkeypatch):
-    measured = []
+    measured, told = [], []
+
+    def report(doing, metrics):
+        if doing == "ranking 4 layers":
+            told.append((metrics["step"], metrics["steps"]))
 
     def measure(self, drafter):
         def one(params, gates):
@@ -178,9 +184,10 @@ def test_a_ranking_that_is_stopped_keeps_the_candidates_it_measured(home, tmp_pa
     monkeypatch.setattr(Pruning, "_tau", lambda self, drafter, params: 2.0)
     changes = dict(layers=3, recovery="none")
     with pytest.raises(D3DError, match="stopped by SIGTERM; what was measured is kept"):
-        pruned(home, tmp_path, **changes).run()
-    assert len(measured) == 3
-    outcome = pruned(home, tmp_path, **changes).run()
+        pruned(home, tmp_path, report=report, **changes).run()
+    assert len(measured) == 3 and told == [(0, 4), (0, 4), (1, 4)]
+    outcome = pruned(home, tmp_path, report=report, **changes).run()
+    assert told[3:] == [(2, 4), (3, 4), (4, 4)]
     assert outcome.steps[0].removed == 1 and len(measured) == 5
     assert len({tuple(gates) for gates in measured}) == 5
 
@@ -192,6 +199,35 @@ def test_a_depth_that_loses_too_much_is_not_exported(home, tmp_path, monkeypatch
     assert [step.tau for step in outcome.steps] == [1.99, 1.9] and outcome.exported == 3
     config = json.loads((tmp_path / "drafter/config.json").read_text())
     assert config["num_hidden_layers"] == 3 and config["d3d"]["pruned_layers"] == [3]
+
+
+def test_one_pruning_at_a_time_works_in_a_folder(home, tmp_path):
+    pruning = pruned(home, tmp_path)
+    before = (tmp_path / "pruning.json").read_text()
+    with hold(tmp_path, alone=True):
+        with pytest.raises(D3DError, match="another run is adding to"):
+            pruning.run()
+        with pytest.raises(D3DError, match="another run is adding to"):
+            pruned(home, tmp_path)
+    assert (tmp_path / "pruning.json").read_text() == before
+
+
+def test_every_part_of_a_pruning_has_its_own_total():
+    told = []
+    bar = types.SimpleNamespace(
+        begin=lambda total: told.append(total), update=lambda *args: told.append(args)
+    )
+    progress = _Progress(bar)
+    progress("ranking 4 layers", {"step": 0, "steps": 4})
+    progress("ranking 4 layers", {"step": 1, "steps": 4})
+    progress("recovering 3 layers", {"step": 1, "steps": 9, "loss": 0.5})
+    assert told == [
+        4,
+        (0, "ranking 4 layers"),
+        (1, "ranking 4 layers"),
+        9,
+        (1, "recovering 3 layers, loss 0.50"),
+    ]
 
 
 def test_an_impossible_depth_is_refused(home, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -292,7 +293,7 @@ def test_no_shard_is_written_over_even_without_locks(
     def unsupported(file: Any, operation: int) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(responses.fcntl, "flock", unsupported)
+    monkeypatch.setattr(fcntl, "flock", unsupported)
     first, second = (ResponseWriter(tmp_path, MANIFEST) for _ in range(2))
     for index, writer in enumerate((first, second, second, first)):
         writer.add(index, [1], [2], "stop", "train")

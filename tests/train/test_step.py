@@ -91,7 +91,7 @@ def prepare(mesh, shared, optimizer, **changes):
     rows = sharding.named("b.", (ROWS, 1), mesh, sharding.ACTIVATION_RULES)
     placed = jax.device_put(batch(), rows)
     step = steps.make_step(drafter, config, optimizer, shardings)
-    return step, (state, frozen, index, placed, signals)
+    return step, (state, frozen, index, placed, signals, 1)
 
 
 # An ε that gradients are not lost in: where one is near 0, Adam's own blows up how it was rounded.
@@ -99,9 +99,9 @@ ADAM = optax.adam(1e-2, eps=1e-3)
 
 
 def train(mesh, shared, count=3, optimizer=ADAM, **changes):
-    step, (state, *rest) = prepare(mesh, shared, optimizer, **changes)
-    for _ in range(count):
-        state, metrics = step(state, *rest)
+    step, (state, *rest, _) = prepare(mesh, shared, optimizer, **changes)
+    for number in range(1, count + 1):
+        state, metrics = step(state, *rest, number)
     return jax.device_get((state["params"], metrics))
 
 
@@ -139,13 +139,23 @@ def test_parameters_after_some_steps_are_those_of_one_device(sizes, shared):
     )
 
 
-def test_a_fingerprint_is_of_the_numbers_and_their_places_and_not_of_the_mesh():
+def test_a_fingerprint_is_of_the_numbers_and_their_places_and_not_of_the_mesh(monkeypatch):
     _, params = initial(False)
     mesh = sharding.model_mesh(sharding.make_mesh(jax.devices()[:4], fsdp=2, tensor=2), MODEL)
     placed = steps.place(params, parameters.shardings(params, mesh))
     assert steps.fingerprint(placed) == steps.fingerprint(params)
     swapped = params["norm"][::-1].copy()
     assert steps.fingerprint({**params, "norm": swapped}) != steps.fingerprint(params)
+    # Where JAX knows of GPUs alone, as with JAX_PLATFORMS=cuda.
+    devices = jax.local_devices
+
+    def without_cpu(backend=None):
+        if backend == "cpu":
+            raise RuntimeError("Unknown backend cpu")
+        return devices()
+
+    monkeypatch.setattr(jax, "local_devices", without_cpu)
+    assert steps.fingerprint(params) == steps.fingerprint(placed)
 
 
 def test_the_state_is_split_and_frozen_parameters_have_none():
@@ -162,6 +172,17 @@ def test_the_state_is_split_and_frozen_parameters_have_none():
                 assert leaf.addressable_shards[0].data.size * 4 == leaf.size
     assert matrices == 2 * 7
     assert frozen["head"].addressable_shards[0].data.shape == (128, 16)
+
+
+def test_a_step_only_follows_the_one_before_it():
+    mesh = sharding.make_mesh(jax.devices(), data=2, fsdp=2, tensor=2)
+    step, (state, *rest, _) = prepare(mesh, True, steps.make_optimizer(CONFIG))
+    before = jax.device_get(state)
+    state, _ = step(state, *rest, 2)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
+    state, _ = step(state, *rest, 1)
+    assert int(state["step"]) == 1
+    assert np.any(np.asarray(state["params"]["norm"]) != before["params"]["norm"])
 
 
 def compile_step(sizes, shared, **changes):

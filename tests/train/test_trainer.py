@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import resource
+import shutil
 import signal
 import struct
 import types
@@ -17,6 +18,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from d3d_jax.drafter import read_drafter
 from d3d_jax.errors import D3DError
+from d3d_jax.files import hold
 from d3d_jax.models import checkpoint, checkpoint_writing
 from d3d_jax.train import run_folder
 from d3d_jax.train import trainer as trainers
@@ -161,13 +163,23 @@ def test_the_best_can_be_exported_and_what_is_not_trained_by_may_change(
 
 
 def test_a_run_that_diverges_stops_and_leaves_both_states(tmp_path, dataset):
-    message = r"loss is nan .* step 2; the state is in .*diverged/2, .*; lower learning_rate"
-    changes = dict(learning_rate=1e30, warmup_steps=0, clip_norm=1e30, checkpoint_every=1)
-    with pytest.raises(D3DError, match=message):
-        make_trainer(tmp_path, dataset, **changes).train()
-    assert (tmp_path / "diverged/2").is_dir() and not (tmp_path / "drafter").exists()
-    with ocp.CheckpointManager((tmp_path / "checkpoints").absolute()) as manager:
+    message = r"nan at step 2; the state after step 1 is in .*diverged/1, .*; lower learning_rate"
+    changes = dict(learning_rate=1e30, warmup_steps=0, clip_norm=1e30)
+    # Read before the next step, and while it runs, which must not change the state either.
+    for name, every in (("at-once", 1), ("late", 6)):
+        with pytest.raises(D3DError, match=message):
+            make_trainer(tmp_path / name, dataset, checkpoint_every=every, **changes).train()
+        assert not (tmp_path / name / "drafter").exists()
+    with ocp.CheckpointManager((tmp_path / "at-once/checkpoints").absolute()) as manager:
         assert manager.all_steps() == [1]
+    with ocp.StandardCheckpointer() as checkpointer:
+        good, *left = (
+            checkpointer.restore((tmp_path / path).absolute())
+            for path in ("at-once/checkpoints/1/default", "at-once/diverged/1", "late/diverged/1")
+        )
+    assert good["step"] == 1 and np.isfinite(good["params"]["norm"]).all()
+    for state in left:
+        jax.tree.map(np.testing.assert_array_equal, state, good)
 
 
 def test_a_loss_that_stays_high_ends_a_run_and_leaves_its_state(tmp_path, dataset):
@@ -180,7 +192,7 @@ def test_a_loss_that_stays_high_ends_a_run_and_leaves_its_state(tmp_path, datase
         assert checkpointer.restore((tmp_path / "diverged/24").absolute())["step"] == 24
     assert [record["step"] for record in records(tmp_path)] == list(range(1, 23))
     with ocp.CheckpointManager((tmp_path / "checkpoints").absolute()) as manager:
-        assert manager.latest_step() == 21
+        assert manager.latest_step() == 14, "the spikes began with step 21"
 
 
 def test_a_full_disk_ends_a_run_in_one_sentence_and_loses_nothing(tmp_path, dataset):
@@ -242,6 +254,25 @@ def test_settings_and_devices_are_checked_first(tmp_path, dataset):
         make_trainer(tmp_path / "run", dataset, seed=1)
     with pytest.raises(D3DError, match="multiple of the 2 devices that rows"):
         make_trainer(tmp_path / "other", dataset, batch_rows=1)
+    with pytest.raises(D3DError, match="responses with target tiny, the drafter was made for big"):
+        make_trainer(tmp_path / "other", dataset, drafter=dict(target="big"))
+
+
+def test_one_run_at_a_time_works_in_a_folder_and_an_ended_one_is_left_as_it_is(tmp_path, dataset):
+    trainer = make_trainer(tmp_path, dataset, steps=1)
+    with hold(tmp_path, alone=True):
+        for begin in (trainer.train, lambda: make_trainer(tmp_path, dataset, export="best")):
+            with pytest.raises(D3DError, match="another run is adding to"):
+                begin()
+    (tmp_path / "other/drafter").mkdir(parents=True)
+    with pytest.raises(D3DError, match=r"no run made .*drafter"):
+        make_trainer(tmp_path / "other", dataset)
+    out = make_trainer(tmp_path, dataset, steps=1).train()
+    lines = (tmp_path / "metrics.jsonl").read_text()
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert make_trainer(tmp_path, dataset, steps=1).train() == out
+    assert len(lines.splitlines()) == 1 and (tmp_path / "metrics.jsonl").read_text() == lines
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_teacher_holds_no_array_that_the_run_takes_over(tmp_path, dataset):
@@ -255,10 +286,16 @@ def test_a_teacher_holds_no_array_that_the_run_takes_over(tmp_path, dataset):
 
     with pytest.raises(D3DError, match="give it copies"):
         taught({**trainer.params, "norm": params["norm"]})
-    other = dataclasses.replace(trainer.drafter.drafter, block_size=2)
-    with pytest.raises(D3DError, match="another vocabulary, or blocks of another size"):
-        teacher = Teacher(dataclasses.replace(trainer.drafter, drafter=other), trainer.params)
-        dataclasses.replace(trainer, teacher=teacher)
+    reduced = {**trainer.params, "draft_vocab": np.arange(0, VOCAB, 2)}
+    for other, own in (
+        (dict(block_size=2), trainer.params),
+        (dict(target="another"), trainer.params),
+        ({}, reduced),
+    ):
+        config = dataclasses.replace(trainer.drafter.drafter, **other)
+        teacher = Teacher(dataclasses.replace(trainer.drafter, drafter=config), own)
+        with pytest.raises(D3DError, match="another vocabulary, of another target, or blocks of"):
+            dataclasses.replace(trainer, teacher=teacher)
     # What is not trained may be the same.
     assert taught({**trainer.params, "embed": params["embed"]}).teacher
 

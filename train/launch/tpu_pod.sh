@@ -24,6 +24,8 @@ on() {
 # Built once: hosts that build in one checkout at the same time get in each other's way.
 on 0 "pip wheel --quiet --no-deps --wheel-dir '$SHARED/wheels' '$SHARED/d3d_jax'"
 on all "pip install --quiet --find-links '$SHARED/wheels' 'd3d_jax[tpu]'"
+# A changed checkout has the same version.
+on all "pip install --quiet --no-index --find-links '$SHARED/wheels' --no-deps --force-reinstall d3d_jax"
 # --distributed: each host learns from the slice's metadata which of how many it is.
 on all "d3d train --config '$CONFIG' --target '$TARGET' --drafter '$SHARED/$DRAFTER' \
   --data '$SHARED/data/dataset' --out '$SHARED/$RUN' --distributed --fsdp $FSDP \
