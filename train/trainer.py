@@ -90,9 +90,9 @@ class Trainer:
         self.config = resolved(self.config, self.mesh)
         check_data(self.drafter.drafter, self.dataset)
         trained = split(self.drafter, self.params)[1]
-        if self.teacher is not None and _drafts(
-            self.teacher.drafter, self.teacher.params
-        ) != _drafts(self.drafter, self.params):
+        ours = _drafts(self.drafter, self.params)
+        taught = self.teacher and _drafts(self.teacher.drafter, self.teacher.params)
+        if taught is not None and taught != ours:
             raise D3DError(
                 "the teacher's distributions are over another vocabulary, of another target, or "
                 "blocks of another size"
